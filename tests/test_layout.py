@@ -245,7 +245,7 @@ def test_light_tasks_need_no_torch() -> None:
     loaded = modules_after(
         "pipeline.stages.tokenize",
         "pipeline.store.row_writer",
-        "pipeline.input.source",
+        "pipeline.input.datasource",
         "pipeline.generate.row_index",
         "pipeline.processor.rows",
     )

@@ -15,10 +15,10 @@ from pipeline.cluster.pool import STAGE_CPUS, Pool
 from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, LeftoversHandle
 from pipeline.cluster.ray_internals import set_last_stage_cpus
 from pipeline.config.job import InputConfig
+from pipeline.input.datasource import CorpusDatasource
 from pipeline.input.id_matching import DoneRows
 from pipeline.input.plan import InputPlan
 from pipeline.input.prompt_templates import Prompter
-from pipeline.input.source import CorpusDatasource
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.packed_window import unpack
 from pipeline.stages.tokenize import TokenizeConfig, finish, tokenize

@@ -14,7 +14,7 @@ from pipeline.formatting import Json
 from pipeline.generate.openai_answers import NOT_KNOWN, AnswerRow, Gathered, answer_line, error_line, lines_of
 from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL, check_target, line_samples
-from pipeline.input.row import RowError
+from pipeline.input.rows import RowError
 from pipeline.schema import CHOICE, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState

@@ -84,7 +84,7 @@ def _scan_group(
             return error, parts[0]
         if sum_ids:
             is_whole, expand = len(digests) == scan.num_rows, listing.expansion.all_ids
-            id_sum = sum_digests(digests) if is_whole else sum_made_ids(scan.file, scan.num_documents, expand)
+            id_sum = sum_digests(digests) if is_whole else sum_made_ids(scan.file.name, scan.num_documents, expand)
             scan = replace(scan, id_sum=id_sum)
         scans.append(scan)
         parts.append(input_entries(digests, index))

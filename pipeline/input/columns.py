@@ -1,13 +1,21 @@
-"""Names of columns: those that the output has otherwise, those that it needs for itself, those that are missing.
+"""Columns of the input: which are needed, reserved or carried through; plain types for them; their text and ids.
 
-Left out: their types (`arrow_types`, `parquet_columns`).
+Text inside lists and structs is not checked for valid UTF-8. Which type several files' columns share is decided in
+`arrow_types`.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.arrow_cast import retyped
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import SourceFile
+from pipeline.input.ids import Mask, made_id
 from pipeline.input.prompt_templates import reads_column
 from pipeline.schema import PROMPT, RESERVED_COLUMNS, SOURCE_SCHEMA
 
@@ -50,3 +58,160 @@ def unknown_columns(wanted: str, columns: Collection[str]) -> str:
     names = sorted(columns)
     shown = names[:20] + (["..."] if len(names) > 20 else [])
     return f"no column {wanted!r}; there are: {', '.join(shown) or 'none'}"
+
+
+def is_list_type(type_: pa.DataType) -> bool:
+    """Of offsets, or of one length."""
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
+
+
+def list_of(type_: pa.DataType, value_type: pa.DataType) -> pa.DataType:
+    """A list type with other values."""
+    value = type_.value_field.with_type(value_type)
+    if pa.types.is_fixed_size_list(type_):
+        return pa.list_(value, type_.list_size)
+    return pa.large_list(value) if pa.types.is_large_list(type_) else pa.list_(value)
+
+
+def is_text_type(type_: pa.DataType) -> bool:
+    """string, large_string, string_view, or a dictionary of one of them."""
+    type_ = type_.value_type if pa.types.is_dictionary(type_) else type_
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(check(type_) for check in checks)
+
+
+def is_id_type(type_: pa.DataType) -> bool:
+    return is_text_type(type_) or pa.types.is_integer(type_.value_type if pa.types.is_dictionary(type_) else type_)
+
+
+def is_messages_type(type_: pa.DataType) -> bool:
+    """Lists of structs or maps, or text, which is then their JSON."""
+    if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)):
+        return is_text_type(type_)
+    value = type_.value_type
+    return bool(pa.types.is_struct(value) or pa.types.is_map(value) or pa.types.is_null(value))
+
+
+def plain_type(type_: pa.DataType) -> pa.DataType:
+    """`type_` with the type of the values for dictionaries, which differ from file to file."""
+    if pa.types.is_dictionary(type_):
+        return plain_type(type_.value_type)
+    if pa.types.is_struct(type_):
+        return pa.struct([child.with_type(plain_type(child.type)) for child in type_])
+    if pa.types.is_map(type_):
+        key, item = (field.with_type(plain_type(field.type)) for field in (type_.key_field, type_.item_field))
+        return type_ if (key.type, item.type) == (type_.key_type, type_.item_type) else pa.map_(key, item)
+    return list_of(type_, plain_type(type_.value_type)) if is_list_type(type_) else type_
+
+
+def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
+    """The column without dictionaries, and in a type that holds it."""
+    plain = plain_type(column.type)
+    for wanted in (plain, type_):
+        if column.type != wanted:
+            column = retyped(column, wanted)
+    return column
+
+
+def without_views(type_: pa.DataType) -> pa.DataType:
+    """`type_` with offsets in place of views, which few of Arrow's functions take; ArrowNotImplementedError for views
+    of lists, whose casts make lists that are not valid (pyarrow 26), and for dictionaries of views, which have none."""
+    if pa.types.is_string_view(type_):
+        return pa.string()
+    if pa.types.is_binary_view(type_):
+        return pa.binary()
+    if pa.types.is_list_view(type_) or pa.types.is_large_list_view(type_) or _has_views(type_):
+        raise pa.ArrowNotImplementedError(f"{type_}")
+    if pa.types.is_struct(type_):
+        return pa.struct([child.with_type(without_views(child.type)) for child in type_])
+    if pa.types.is_map(type_):
+        key, item = (field.with_type(without_views(field.type)) for field in (type_.key_field, type_.item_field))
+        return type_ if (key.type, item.type) == (type_.key_type, type_.item_type) else pa.map_(key, item)
+    return list_of(type_, without_views(type_.value_type)) if is_list_type(type_) else type_
+
+
+def _has_views(type_: pa.DataType) -> bool:
+    """A dictionary whose values are views."""
+    return bool(pa.types.is_dictionary(type_) and without_views(type_.value_type) != type_.value_type)
+
+
+def unwritable(field: pa.Field, path: str) -> ConfigError:
+    """Of a column whose values the output cannot have."""
+    return ConfigError(
+        "input.path",
+        f"column {field.name!r} in {path} has type {field.type}, which a run cannot write; drop it, or give it "
+        "another type",
+    )
+
+
+def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch without views, in the columns that have some."""
+    for place, field in enumerate(batch.schema):
+        if (plain := without_views(field.type)) != field.type:
+            batch = batch.set_column(place, field.name, retyped(batch.column(place), plain))
+    return batch
+
+
+def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
+    """A string or integer column as `string`, and which values are not valid UTF-8: those become null."""
+    return without_invalid_utf8(column.cast(plain_type(column.type)).cast(pa.string()))
+
+
+def to_python(batch: pa.RecordBatch) -> list[dict[str, object]]:
+    """Rows as Python has them, maps as dictionaries. ValueError for what Python cannot say."""
+    try:
+        columns = {
+            name: [_as_python(value, column.type) for value in column.to_pylist()]
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        }
+    except OverflowError as error:  # a year that is none of Python's
+        raise ValueError(str(error)) from error
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _as_python(value: Any, type_: pa.DataType) -> object:
+    if value is None or not pa.types.is_nested(type_):
+        return value
+    if pa.types.is_map(type_):
+        return {key: _as_python(item, type_.item_type) for key, item in value}
+    if pa.types.is_struct(type_):
+        return {child.name: _as_python(value[child.name], child.type) for child in type_}
+    if is_list_type(type_):
+        return [_as_python(item, type_.value_type) for item in value]
+    return value
+
+
+def without_invalid_utf8(column: pa.Array) -> tuple[pa.Array, Mask]:
+    """The column with nulls for text that is not UTF-8, and where: bool [rows]. Nested text is not looked at.
+
+    Parquet marks bytes as text without looking at them, and the first .as_py() would raise in mid-run.
+    """
+    bad = np.zeros(len(column), dtype=bool)
+    if not is_text_type(column.type):
+        return column, bad
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        for index, value in enumerate(column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()):
+            bad[index] = value is not None and not _decodes(value)
+        column = column.take(pa.array(np.arange(len(column)), mask=bad))  # a null index gives a null
+    return column, bad
+
+
+def _decodes(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def parquet_ids(column: pa.Array, file: SourceFile, first: int) -> tuple[pa.Array, Mask, Mask]:
+    """Every row's id, made where it has none; which are its own; which were there but are not valid UTF-8."""
+    text, bad = to_text(column)
+    # without Arrow's comparisons and NumPy's view of them: the first would import pandas, slower than the whole file
+    if not text.null_count and pc.min(pc.binary_length(text)).as_py():
+        return text, np.ones(len(text), bool), bad
+    given = text.to_pylist()
+    ids = [id or made_id(file.name, first + offset) for offset, id in enumerate(given)]
+    return pa.array(ids, pa.string()), np.fromiter(map(bool, given), bool, len(given)), bad

@@ -1,14 +1,23 @@
-"""A document and the output rows it becomes: one for each template and sample, each with an id of its own.
+"""Documents -> output rows: one for each template and sample, each with an id and a prompt of its own.
 
-The rows of a document stand next to each other, and everything that counts rows (plans, books, bits of a resume) counts
-these. Left out: what their prompts say (`prompting`), and tables of them (`expand`).
+The output rows of a document stand next to each other, and everything that counts rows (plans, books, the bits of a
+resume) counts these. A document that failed fails all its rows, with its reason. Blocks end by rows and by bytes, so
+that a thousand samples of a large document are many small blocks.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import pyarrow as pa
+
 from pipeline.config.job import InputConfig, SamplingConfig
+from pipeline.input.ids import Mask
+from pipeline.input.prompt_templates import Failure, Made, PromptMaker
+from pipeline.input.rows import BLOCK_BYTES
+from pipeline.schema import BAD_LINE, ID, PROMPT, SOURCE_ID, SOURCE_SCHEMA
 
 LINES_BEFORE: Final = 1
 """Version of reading OpenAI batch lines: neither `n` nor chat. A run folder goes on with the one it was begun in."""
@@ -57,3 +66,161 @@ class Expansion:
 
 ONE_ROW: Final = Expansion()
 """A row for each document."""
+
+
+MAX_DOCUMENT_BYTES: Final = 1 << 30  # of all rows of a document: Ray holds a window of them at a time
+MADE_AT_ONCE: Final = 64  # documents: what templates make of them is in memory at a time
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A block of the input, a row per document."""
+
+    table: pa.Table
+    """The columns of `plan.ROW_SCHEMA`, and the input's own."""
+    num_bytes: Sequence[int]
+    """About what each takes in memory."""
+    places: Sequence[str]
+    """Of each, for messages; empty where no prompt is made."""
+    fields: Sequence[Mapping[str, object]]
+    """What prompts are made of; empty likewise."""
+    samples: Sequence[int | None]
+    """That each asks for itself; empty where none may."""
+
+    def __getitem__(self, part: slice) -> "Documents":
+        cut = (self.num_bytes[part], self.places[part], self.fields[part], self.samples[part])
+        return Documents(self.table[part], *cut)
+
+    def counts(self, expansion: Expansion) -> list[int]:
+        """Rows that each becomes."""
+        if not self.samples:
+            return [expansion.count()] * len(self.table)
+        return [expansion.count(samples) for samples in self.samples]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One output row to be."""
+
+    document: int
+    id: str
+    template: str
+    sample: int
+    prompt: str | None
+    code: str
+    message: str
+    is_held: bool
+    """False: it takes too much, and nothing of the document is kept."""
+
+
+def expand(
+    documents: Documents,
+    expansion: Expansion,
+    schema: pa.Schema,
+    prompter: PromptMaker | None,
+    is_done: Mask | None,
+    rows_per_block: int,
+) -> Iterator[pa.Table]:
+    """All rows of the documents, as blocks of `schema`. No prompt is made for rows that are done: bool [rows]."""
+    if prompter is None and schema == documents.table.schema:
+        yield documents.table
+        return
+    rows: list[_Made] = []
+    num_bytes = 0
+    for row in _all_rows(documents, expansion, prompter, is_done):
+        size = (documents.num_bytes[row.document] if row.is_held else 0) + len(row.prompt or "")
+        if rows and (len(rows) == rows_per_block or num_bytes + size > BLOCK_BYTES):
+            yield _to_table(documents.table, rows, schema)
+            rows, num_bytes = [], 0
+        rows.append(row)
+        num_bytes += size
+    if rows:
+        yield _to_table(documents.table, rows, schema)
+
+
+def _all_rows(
+    documents: Documents, expansion: Expansion, prompter: PromptMaker | None, is_done: Mask | None
+) -> Iterator[_Made]:
+    first = 0
+    for start, end in itertools.pairwise(_cuts(documents, expansion)):
+        part = documents[start:end]
+        total = sum(part.counts(expansion))
+        done = np.zeros(total, bool) if is_done is None else is_done[first : first + total]
+        first += total
+        yield from _rows(part, start, expansion, prompter, done)
+
+
+def _cuts(documents: Documents, expansion: Expansion) -> list[int]:
+    """Where to cut, so that what templates make of a part is not much at once."""
+    cuts, num_bytes = [0], 0
+    for row, size in enumerate(documents.num_bytes):
+        is_full = row - cuts[-1] == MADE_AT_ONCE or num_bytes + size > BLOCK_BYTES // len(expansion.names)
+        if row > cuts[-1] and is_full:
+            cuts.append(row)
+            num_bytes = 0
+        num_bytes += size
+    return [*cuts, len(documents.table)]
+
+
+def _rows(
+    part: Documents, start: int, expansion: Expansion, prompter: PromptMaker | None, is_done: Mask
+) -> Iterator[_Made]:
+    """`start`: number of the part's first document."""
+    ids, prompts = part.table[ID].to_pylist(), part.table[PROMPT].to_pylist()
+    counts = part.counts(expansion)
+    errors, is_held = _errors(part, counts)
+    ends = np.cumsum(counts).tolist()
+    places = zip(ends, counts, strict=True)
+    is_open = [not is_done[end - count : end].all() for end, count in places] if prompter else []
+    wanted = [document for document, yes in enumerate(is_open) if yes and not errors[document][0]]
+
+    def make(name: str) -> list[Made]:
+        """The prompts with that template, of all documents."""
+        made: list[Made] = list(prompts)
+        if prompter is not None and wanted:
+            own = [part.fields[document] for document in wanted], [prompts[document] for document in wanted]
+            for document, prompt in zip(wanted, prompter.make(name, *own), strict=True):
+                made[document] = prompt
+        return made
+
+    # a document alone may be a large one, and many templates make much of it: one after the other
+    known = {name: make(name) for name in expansion.names} if len(ids) > 1 else {}
+    for document, count in enumerate(counts):
+        for name, sample, end in expansion.parts(count // len(expansion.names)):
+            if sample == 0:
+                prompt = (known.get(name) or make(name))[document] if is_held[document] else None
+                code, message = errors[document]
+            if isinstance(prompt, Failure):
+                (code, message), prompt = prompt.marked(part.places[document]), None
+            row = ids[document] + end, name, sample, prompt, code, message, is_held[document]
+            yield _Made(start + document, *row)
+
+
+def _errors(part: Documents, counts: Sequence[int]) -> tuple[list[tuple[str, str]], list[bool]]:
+    """Code and message of each document, and whether its rows can be held."""
+    codes, messages = part.table["error_code"].to_pylist(), part.table["error_message"].to_pylist()
+    errors, is_held = list(zip(codes, messages, strict=True)), []
+    for document, (size, count) in enumerate(zip(part.num_bytes, counts, strict=True)):
+        is_held.append(size * count <= MAX_DOCUMENT_BYTES)
+        if not is_held[-1] and not codes[document]:
+            reason = f"{count} rows of about {size} bytes take more than {MAX_DOCUMENT_BYTES} bytes"
+            message = f"{part.places[document]}: {reason}; ask for fewer samples or templates"
+            errors[document] = BAD_LINE, message
+    return errors, is_held
+
+
+def _to_table(table: pa.Table, rows: Sequence[_Made], schema: pa.Schema) -> pa.Table:
+    documents = np.array([row.document for row in rows])
+    kept = table.take(pa.array(documents, mask=np.array([not row.is_held for row in rows])))
+    own: dict[str, list[str | int | None]] = {
+        ID: [row.id for row in rows],
+        PROMPT: [row.prompt for row in rows],
+        "error_code": [row.code for row in rows],
+        "error_message": [row.message for row in rows],
+    }
+    if SOURCE_ID in schema.names and SOURCE_ID not in table.schema.names:
+        sources = table[ID].take(pa.array(documents)).to_pylist()
+        values = (sources, [row.template or None for row in rows], [row.sample for row in rows])
+        own |= dict(zip(SOURCE_SCHEMA.names, values, strict=True))
+    arrays = [pa.array(own[field.name], field.type) if field.name in own else kept[field.name] for field in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)

@@ -12,10 +12,8 @@ from pipeline.config.job import MAX_LINE_BYTES, InputConfig
 from pipeline.input.csv_rows import csv_rows
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_rows, jsonl_row
-from pipeline.input.lines import iter_lines
 from pipeline.input.openai_rows import batch_row
-from pipeline.input.row import Row
-from pipeline.input.text_rows import text_rows
+from pipeline.input.rows import Row, iter_lines, text_rows
 
 ARROW: Final = "arrow"
 BINARY: Final = ("parquet", ARROW)

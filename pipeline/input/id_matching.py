@@ -10,8 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from pipeline.input.arrays import Digests, Entries, Mask, Places, Rows
-from pipeline.input.ids import DIGEST, ROW_BITS, describe_place, hash_origin, split_place
+from pipeline.input.ids import (
+    DIGEST,
+    ROW_BITS,
+    Digests,
+    Entries,
+    Mask,
+    Places,
+    Rows,
+    describe_place,
+    hash_origin,
+    split_place,
+)
 
 NUM_SHOWN = 20  # places of each kind that a `Match` brings; the rest is counted
 

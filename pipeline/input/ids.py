@@ -1,21 +1,32 @@
-"""Ids of rows: those made from file and row number, and the entries of 24 and 32 bytes that stand for rows elsewhere.
+"""Ids of rows: those made from file and row number, their digests, and the entries that stand for rows elsewhere.
 
-Left out: which ids occur twice and which rows are done (`match`).
+Which ids occur twice and which rows are done is decided in `id_matching`.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, overload
+from typing import Final, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipeline.config.job import ConfigError
-from pipeline.input.arrays import Digests, Entries, Places
-from pipeline.input.files import SourceFile
 from pipeline.schema import DUPLICATE_ID, ID
+
+Digests: TypeAlias = NDArray[np.bytes_]
+"""'S16' [rows]: what stands for ids (`ids.digest_id`)."""
+Entries: TypeAlias = NDArray[np.void]
+"""[rows] of `ids.INPUT_ENTRY` or `ids.OUTPUT_ENTRY`."""
+Places: TypeAlias = NDArray[np.uint64]
+"""[rows]: file << 32 | row."""
+Rows: TypeAlias = NDArray[np.int64]
+"""Numbers of rows of one file, from 0; blank lines are not counted."""
+Mask: TypeAlias = NDArray[np.bool_]
+"""[rows]"""
+
 
 DIGEST: Final = np.dtype("S16")
 INPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8")])
@@ -60,16 +71,14 @@ def sum_digests(digests: Digests) -> int:
     return sum(int(column) << (32 * place) for place, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
 
 
-def digest_made_ids(
-    file: SourceFile, count: int, expand: Callable[[Sequence[str]], Sequence[str]]
-) -> Iterator[Digests]:
+def digest_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> Iterator[Digests]:
     """Of the made ids of the first documents of a file, some at a time; `expand`: the ids of all their rows."""
     step = max(SUMMED_AT_ONCE // len(expand([""])), 1)
     for start in range(0, count, step):
         yield digest_ids(expand([made_id(file, row) for row in range(start, min(start + step, count))]))
 
 
-def sum_made_ids(file: SourceFile, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> int:
+def sum_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> int:
     """`sum_digests` of the same."""
     return sum(map(sum_digests, digest_made_ids(file, count, expand))) % ID_MODULUS
 
@@ -84,8 +93,8 @@ def sum_entries(entries: Entries) -> int:
     return (sum_digests(entries["digest"]) + sum(map(int, entries["origin"][entries["origin"] > 0]))) % ID_MODULUS
 
 
-def made_id(file: SourceFile, number: int) -> str:
-    return f"{file.name}:{number}"  # a number has no colon: no two files can make the same id
+def made_id(file: str, number: int) -> str:
+    return f"{file}:{number}"  # a number has no colon: no two files can make the same id
 
 
 def places(file: int, first: int, count: int) -> Places:

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.input.arrays import Mask, Rows
-from pipeline.input.parquet_columns import is_list_type
-from pipeline.input.row import BLOCK_BYTES
+from pipeline.input.columns import is_list_type
+from pipeline.input.ids import Mask, Rows
+from pipeline.input.rows import BLOCK_BYTES
 
 OFFSET_BYTES = 4  # where a text begins
 VIEW_INTS = 4  # int32: the first is the length

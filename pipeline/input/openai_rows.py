@@ -12,7 +12,7 @@ from pipeline.config.job import MAX_SAMPLES, InputConfig
 from pipeline.formatting import Json
 from pipeline.input.expansion import LINES_BEFORE, ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
-from pipeline.input.row import JsonObject, Row, RowError
+from pipeline.input.rows import JsonObject, Row, RowError
 from pipeline.json_size import count_marks
 from pipeline.openai.parameters import (
     MAX_TOKEN_ID,

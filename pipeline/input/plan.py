@@ -12,11 +12,10 @@ import pyarrow as pa
 
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.formatting import count
-from pipeline.input.arrays import Places, Rows
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
 from pipeline.input.columns import check_chosen_id, check_source
 from pipeline.input.files import Listing
-from pipeline.input.ids import ROW_BITS
+from pipeline.input.ids import ROW_BITS, Places, Rows
 from pipeline.input.prompt_templates import check_format, check_templates
 from pipeline.input.scan import FileScan
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
@@ -146,7 +145,7 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
             "input.path",
             f"{kinds[True]} holds OpenAI batch lines and {kinds[False]} does not; one run reads one format",
         )
-    check_format(listing, config)
+    check_format(listing.format, config)
     if listing.format == "openai_batch":
         return
     names = {PROMPT} if listing.format == "text" else {name for scan in scans for name in scan.columns}

@@ -15,8 +15,7 @@ from typing import Protocol
 from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_messages
 from actors.templates.sandbox import Template, TemplateError
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.input.files import Listing
-from pipeline.input.row import Row
+from pipeline.input.rows import Row
 from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
 
@@ -205,9 +204,9 @@ def unknown_names(config: InputConfig, names: Collection[str]) -> list[str]:
     ]
 
 
-def check_format(listing: Listing, config: InputConfig) -> None:
+def check_format(format: str, config: InputConfig) -> None:
     """ConfigError where keys say what the input says itself."""
-    is_batch = listing.format == "openai_batch"
+    is_batch = format == "openai_batch"
     if is_batch and (given := [key for key in OF_LINES if getattr(config, key)]):
         names = " and ".join(f"input.{key}" for key in given)
         raise ConfigError(

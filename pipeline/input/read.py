@@ -14,16 +14,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config.job import InputConfig
-from pipeline.input.arrays import Mask, Rows
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
-from pipeline.input.expanded_blocks import Documents, expand
-from pipeline.input.files import SourceFile, open_stream
-from pipeline.input.formats import ARROW, iter_rows
-from pipeline.input.id_matching import DoneRows
-from pipeline.input.ids import RowNames, already_used, describe_place, made_id, split_place
-from pipeline.input.json_rows import to_json
-from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
-from pipeline.input.parquet_columns import (
+from pipeline.input.columns import (
     cast_plain,
     parquet_ids,
     settle_views,
@@ -31,9 +23,16 @@ from pipeline.input.parquet_columns import (
     to_text,
     without_invalid_utf8,
 )
+from pipeline.input.expansion import Documents, expand
+from pipeline.input.files import SourceFile, open_stream
+from pipeline.input.formats import ARROW, iter_rows
+from pipeline.input.id_matching import DoneRows
+from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_place, made_id, split_place
+from pipeline.input.json_rows import to_json
+from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
 from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
-from pipeline.input.row import BLOCK_BYTES, Row
+from pipeline.input.rows import BLOCK_BYTES, Row
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
 READ_ROWS = 16384  # of Parquet at a time, encoded: what a dictionary holds is measured once for all of them
@@ -126,7 +125,7 @@ def _documents(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> Docume
 
 def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Table:
     columns = [
-        [row.id or made_id(file, row.number) for row in rows],
+        [row.id or made_id(file.name, row.number) for row in rows],
         [row.prompt for row in rows],
         [row.tokens for row in rows],
         [row.sampling for row in rows],
@@ -185,7 +184,7 @@ def _from_batch(
         ids, _, bad_ids = parquet_ids(batch.column(config.id_column), file, first)
         errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} is not valid UTF-8")
     else:
-        ids = pa.array([made_id(file, first + row) for row in range(count)], pa.string())
+        ids = pa.array([made_id(file.name, first + row) for row in range(count)], pa.string())
     prompts, bad_prompts = pa.nulls(count, pa.string()), np.zeros(count, bool)
     if config.text_column is not None:
         prompts, bad_prompts = to_text(batch.column(config.text_column))

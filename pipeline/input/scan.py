@@ -16,27 +16,28 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.input.arrays import Digests
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.arrow_types import infer_json_type, merge_json_leaf, merge_types
-from pipeline.input.columns import check_source, own_columns, refuse_reserved
+from pipeline.input.columns import (
+    check_source,
+    is_id_type,
+    is_messages_type,
+    is_text_type,
+    own_columns,
+    parquet_ids,
+    plain_type,
+    refuse_reserved,
+    unwritable,
+    without_views,
+)
 from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
 from pipeline.input.formats import ARROW, iter_rows
-from pipeline.input.ids import DIGEST, check_indexed, digest_id, digest_made_ids, digest_texts, made_id
+from pipeline.input.ids import DIGEST, Digests, check_indexed, digest_id, digest_made_ids, digest_texts, made_id
 from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches, row_sizes
 from pipeline.input.openai_rows import BATCH_COLUMNS
-from pipeline.input.parquet_columns import (
-    is_id_type,
-    is_messages_type,
-    is_text_type,
-    parquet_ids,
-    plain_type,
-    unwritable,
-    without_views,
-)
-from pipeline.input.row import BLOCK_BYTES, Row
+from pipeline.input.rows import BLOCK_BYTES, Row
 from pipeline.openai.parameters import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
@@ -106,7 +107,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
             if listing.format != "text":
                 check_indexed(len(digests) // DIGEST.itemsize + counts[-1], file.path)
             if is_indexed:
-                for id in expansion.ids(row.id or made_id(file, row.number), row.samples):
+                for id in expansion.ids(row.id or made_id(file.name, row.number), row.samples):
                     digests += digest_id(id)
     per_document = np.frombuffer(counts, np.int32)
     is_even = bool((per_document == expansion.count()).all())
@@ -188,7 +189,7 @@ def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index
             check_indexed(num_rows * expansion.count(), file.path)
             digests, has_own_ids = _parquet_digests(source, parquet, file, num_rows, config, expansion)
         elif index_all:
-            parts = [part.tobytes() for part in digest_made_ids(file, num_rows, expansion.all_ids)]
+            parts = [part.tobytes() for part in digest_made_ids(file.name, num_rows, expansion.all_ids)]
             digests = np.frombuffer(b"".join(parts), dtype=DIGEST)
         scan = FileScan(
             file,
@@ -234,7 +235,7 @@ def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_a
                 num_own += int(is_own.sum())
                 check_indexed((num_rows + batch.num_rows) * expansion.count(), file.path)
             elif is_indexed:
-                ids = pa.array([made_id(file, num_rows + row) for row in range(batch.num_rows)], pa.string())
+                ids = pa.array([made_id(file.name, num_rows + row) for row in range(batch.num_rows)], pa.string())
             if is_indexed:
                 digests += _digest(ids, expansion)
             num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.input.columns import unknown_columns
+from pipeline.input.columns import is_text_type, to_text, unknown_columns
 from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.files import Listing, SourceFile, blame, list_input, open_stream
 from pipeline.input.formats import iter_rows
 from pipeline.input.json_rows import json_kind
-from pipeline.input.parquet_columns import is_text_type, to_text
 from pipeline.schema import BAD_LINE
 from skipdecode.checkpoint.tokenizer import Tokenizer
 

@@ -12,10 +12,16 @@ import pyarrow as pa
 
 from pipeline.config.job import ConfigError, InputConfig, JobConfig
 from pipeline.formatting import Json
-from pipeline.input.columns import check_chosen_id, check_source, own_columns
-from pipeline.input.expanded_blocks import Documents, expand
-from pipeline.input.expansion import Expansion
-from pipeline.input.parquet_columns import is_id_type, is_text_type, to_python, to_text
+from pipeline.input.columns import (
+    check_chosen_id,
+    check_source,
+    is_id_type,
+    is_text_type,
+    own_columns,
+    to_python,
+    to_text,
+)
+from pipeline.input.expansion import Documents, Expansion, expand
 from pipeline.input.plan import ROW_SCHEMA
 from pipeline.input.prompt_templates import Prompter, check_templates, prompt_columns
 from pipeline.schema import (

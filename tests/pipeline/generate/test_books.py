@@ -53,9 +53,9 @@ def test_made_ids_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.txt").write_text("x\n" * 10)
     plan = make_plan(make_config(tmp_path / "a.txt"))
     wanted = sum_digests(digest_ids([f"a.txt:{row}" for row in range(10)]))
-    assert sum_made_ids(plan.listing.files[0], 10, plan.listing.expansion.all_ids) == wanted
+    assert sum_made_ids(plan.listing.files[0].name, 10, plan.listing.expansion.all_ids) == wanted
     wanted = sum_digests(digest_ids([f"a.txt:{row}-{sample}" for row in range(10) for sample in range(4)]))
-    assert sum_made_ids(plan.listing.files[0], 10, Expansion(samples=4).all_ids) == wanted
+    assert sum_made_ids(plan.listing.files[0].name, 10, Expansion(samples=4).all_ids) == wanted
 
 
 def test_rows_with_one_id_are_told_apart_by_their_places(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.input.csv_rows import CsvLines, csv_rows
 from pipeline.input.read import read_file
-from pipeline.input.row import Row
+from pipeline.input.rows import Row
 from tests.pipeline.input.test_bombs import planned
 from tests.support.input_helpers import make_config, refuse
 

@@ -13,9 +13,8 @@ import pyarrow.fs as pafs
 import pytest
 
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.input.files import list_input
+from pipeline.input.files import list_input, resolve_path
 from pipeline.input.formats import parse_suffix
-from pipeline.input.paths import resolve_path
 from tests.support.input_helpers import (
     column,
     make_config,

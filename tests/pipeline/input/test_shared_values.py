@@ -13,7 +13,7 @@ from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
 from pipeline.input.ids import digest_id
 from pipeline.input.read import read_file
-from pipeline.input.row import BLOCK_BYTES
+from pipeline.input.rows import BLOCK_BYTES
 from pipeline.input.scan import scan_file
 from tests.pipeline.input.test_bombs import planned
 from tests.support.input_helpers import make_config

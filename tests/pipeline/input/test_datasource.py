@@ -40,7 +40,7 @@ def done_rows(config: Any, plan: InputPlan, outputs: pa.Table) -> DoneRows:
 
 @pytest.mark.ray
 def test_ray_reads_every_row_once_and_skips_what_is_done(tmp_path: Path, ray_data: Any) -> None:
-    from pipeline.input.source import CorpusDatasource
+    from pipeline.input.datasource import CorpusDatasource
 
     config = make_config(ray_corpus(tmp_path / "in"))
     plan = make_plan(config)
@@ -64,7 +64,7 @@ def test_ray_reads_every_row_once_and_skips_what_is_done(tmp_path: Path, ray_dat
 
 @pytest.mark.ray
 def test_ray_tasks_are_small_and_tell_the_truth(tmp_path: Path, ray_data: Any) -> None:
-    from pipeline.input.source import CorpusDatasource
+    from pipeline.input.datasource import CorpusDatasource
 
     config = make_config(ray_corpus(tmp_path / "in"))
     plan = make_plan(config)
@@ -81,7 +81,7 @@ def test_ray_tasks_are_small_and_tell_the_truth(tmp_path: Path, ray_data: Any) -
 
 @pytest.mark.ray
 def test_ray_honours_limit_and_block_splits(tmp_path: Path, ray_data: Any) -> None:
-    from pipeline.input.source import CorpusDatasource
+    from pipeline.input.datasource import CorpusDatasource
 
     config = make_config(ray_corpus(tmp_path / "in"))
     source = CorpusDatasource(make_plan(config), config)
