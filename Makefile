@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --root-user-action
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo demo-chat test test-fast test-all chaos check docs bench gpu baselines quality swiftkv-shapes clean
+.PHONY: help setup setup-dev demo demo-chat test test-fast test-all chaos check docs bench gpu baselines quality clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,7 +65,7 @@ docs: .venv/installed-docs  ## the pages of docs/ as a site in build/site; broke
 	$(BIN)/mkdocs build --strict
 
 bench: .venv/installed  ## the decoder alone, on this CPU
-	$(BIN)/skipdecode bench --config configs/bench-cpu.yaml
+	$(BIN)/skipdecode bench --config configs/bench.yaml
 
 gpu: .venv/installed-test  ## the first minutes on a GPU: tests, kernels, memory, speed, a job; stops at what is wrong
 	$(BIN)/python -m benchmarks.gpu_check
@@ -73,7 +73,7 @@ gpu: .venv/installed-test  ## the first minutes on a GPU: tests, kernels, memory
 # The E2E NLG challenge's trainset.csv and devset.csv, which are no part of this repository.
 TRAIN ?= $(wildcard data/trainset.csv)
 E2E ?= $(wildcard data/devset.csv)
-TUNE = $(BIN)/skipdecode finetune --resume --config configs/finetune-opt-e2e.yaml data.path=$(TRAIN) data.validation=$(E2E)
+TUNE = $(BIN)/skipdecode finetune --resume --config configs/finetune-demo.yaml data.path=$(TRAIN) data.validation=$(E2E)
 FULL := 'train.schedules=[{method: full}]' train.distill=0 model.teacher=null
 SHAPE := {vocab_size: 1024, hidden_size: 128, num_hidden_layers: 24, num_attention_heads: 4, ffn_dim: 512}
 BASE := model.source=outputs/baselines/base
@@ -93,18 +93,7 @@ baselines: .venv/installed  ## trains what `make quality` compares with, in 4 ho
 	$(TUNE) -o outputs/baselines/unified $(BASE) 'train.schedules=[{method: full}, $(EVEN)]'
 
 quality: .venv/installed  ## quality against speed: make quality E2E=path/to/devset.csv; without it, without references
-	$(BIN)/skipdecode evaluate --sweep --config configs/quality-e2e.yaml data.path=$(or $(E2E),null)
-
-SHAPES := 18-1 18-2 12-1 12-2 12-4 9-1
-swiftkv-shapes: .venv/installed  ## what configs/quality-swiftkv.yaml compares: TRAIN=trainset.csv E2E=devset.csv
-	@test -f "$(TRAIN)" -a -f "$(E2E)" || { echo "give TRAIN=trainset.csv E2E=devset.csv"; exit 1; }
-	for shape in $(SHAPES); do \
-	  test -d outputs/swiftkv/init-$$shape || \
-	  $(BIN)/skipdecode distill --init-only --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/init-$$shape \
-	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" || exit 1; \
-	  $(BIN)/skipdecode distill --resume --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv/$$shape \
-	    "model.swiftkv={kv_layers: $${shape%-*}, group_size: $${shape#*-}}" model.source=outputs/swiftkv/init-$$shape \
-	    train.epochs=0.3 data.path=$(TRAIN) data.validation=$(E2E) || exit 1; done
+	$(BIN)/skipdecode evaluate --sweep --config configs/quality.yaml data.path=$(or $(E2E),null)
 
 clean:  ## removes .venv and outputs/
 	rm -rf .venv outputs build *.egg-info

@@ -27,7 +27,7 @@ OPENING = """<!-- Made by `python docs/generate_configuration.py`; do not edit. 
 # Configuration
 
 ```
-$ skipdecode generate --config configs/generate-cpu.yaml -i prompts.jsonl decode.spedup=3
+$ skipdecode generate --config configs/generate.yaml -i prompts.jsonl decode.spedup=3
 error: decode.spedup: unknown key; did you mean 'speedup'?
 exit code 2: bad configuration or input, nothing was started
 ```

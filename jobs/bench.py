@@ -1,6 +1,6 @@
 """Measure speed: skip schedules against full depth in one process, or HTTP servers under load.
 
-    skipdecode bench --config configs/bench-cpu.yaml
+    skipdecode bench --config configs/bench.yaml
     skipdecode bench shape=opt-1.3b batch_sizes=[16]
     skipdecode bench --serve --config configs/bench-serve.yaml
 
@@ -20,7 +20,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(
         "bench",
         __doc__,
-        config="YAML file, e.g. configs/bench-cpu.yaml",
+        config="YAML file, e.g. configs/bench.yaml",
         overrides="configuration keys, e.g. shape=opt-1.3b batch_sizes=[16]",
     )
     parser.add_argument("--serve", action="store_true", help="measure HTTP servers under load and not the decoder")

@@ -21,7 +21,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(
         "calibrate",
         __doc__,
-        config="YAML file, e.g. configs/calibrate-e2e.yaml",
+        config="YAML file, e.g. configs/calibrate.yaml",
         overrides="configuration keys, e.g. skip_share=0.3 warmup_tokens=10, or target=drafts",
     )
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Give a model SwiftKV: train projections that fill the upper layers' KV cache from a lower layer.
 
-    skipdecode distill --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv
-    skipdecode distill --config configs/distill-swiftkv-e2e.yaml -o outputs/swiftkv --resume
+    skipdecode distill --config configs/distill.yaml -o outputs/swiftkv
+    skipdecode distill --config configs/distill.yaml -o outputs/swiftkv --resume
 
 The model is its own teacher: only the new projections and their norm are trained, unless train.trainable=all. Use the
 result with prefill.method=swiftkv. --init-only writes the projections untrained, which is enough to time them but not
@@ -19,7 +19,7 @@ from pipeline.formatting import Json
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = training_parser("distill", __doc__, "configs/distill-swiftkv-e2e.yaml", "model.swiftkv.kv_layers=12")
+    parser = training_parser("distill", __doc__, "configs/distill.yaml", "model.swiftkv.kv_layers=12")
     parser.add_argument("--init-only", action="store_true", help="write the untrained weights and stop")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.init_only and (arguments.resume or arguments.overwrite):

@@ -1,7 +1,7 @@
 """Score generated text against references, or compare many models and schedules.
 
     skipdecode evaluate outputs/run --references devset.csv
-    skipdecode evaluate --sweep --config configs/quality-e2e.yaml
+    skipdecode evaluate --sweep --config configs/quality.yaml
 
 The first form scores a run folder, or Parquet with `prompt` and `generated_text`: BLEU, chrF, ROUGE, E2E slots, and the
 perplexity of the references under the run's own schedule. --sweep decodes one set of prompts with every model and
@@ -22,7 +22,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(
         "evaluate",
         __doc__,
-        config="YAML file, e.g. configs/quality-e2e.yaml",
+        config="YAML file, e.g. configs/quality.yaml",
         overrides="run folder or Parquet (not with --sweep), then configuration keys",
         metavar="RUN key=value",
     )

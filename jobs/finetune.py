@@ -1,7 +1,7 @@
 """Train a model under skip schedules, so that one checkpoint serves every speed.
 
-    skipdecode finetune --config configs/finetune-opt-e2e.yaml -o outputs/my-model
-    skipdecode finetune --config configs/finetune-opt-e2e.yaml -o outputs/my-model --resume
+    skipdecode finetune --config configs/finetune-demo.yaml -o outputs/my-model
+    skipdecode finetune --config configs/finetune-demo.yaml -o outputs/my-model --resume
 
 Prompts and responses come from Parquet, JSON Lines or CSV. The result is a Hugging Face folder, or a LoRA adapter with
 train.lora, whose configuration carries the schedule that `generate` then uses by default. On a cluster:
@@ -45,7 +45,7 @@ def train(tree: dict[str, Json]) -> tuple[dict[str, Any], int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = training_parser("finetune", __doc__, "configs/finetune-opt-e2e.yaml", "train.epochs=2")
+    parser = training_parser("finetune", __doc__, "configs/finetune-demo.yaml", "train.epochs=2")
     return run_verb(partial(work, parser.parse_intermixed_args(argv)), INTERRUPTED)
 
 

@@ -1,8 +1,8 @@
 """Generate text for every prompt of a corpus, and write it as Parquet.
 
     skipdecode generate -i prompts.jsonl -o outputs/run model.source=my-model
-    skipdecode generate --config configs/generate-cpu.yaml -o outputs/run decode.speedup=3
-    skipdecode generate --config configs/generate-cpu.yaml -o outputs/run --resume
+    skipdecode generate --config configs/generate.yaml -o outputs/run decode.speedup=3
+    skipdecode generate --config configs/generate.yaml -o outputs/run --resume
 
 The run folder holds the rows in data/, and report.html with throughput, speedup and agreement with full depth. Call
 `skipdecode doctor` with the same arguments first to see what would be chosen here. On a cluster:

@@ -74,9 +74,7 @@ def test_a_submitted_job_generates_and_its_exit_code_is_kept(
 def test_the_demo_model_travels_with_the_working_dir(cluster: dict[str, str], tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps({"prompt": "name[The Copper Kettle], eatType[pub], area[riverside]"}) + "\n")
-    code, text = submit(
-        cluster, "--config", "configs/generate-cpu.yaml", "-i", str(source), "-o", str(tmp_path / "run")
-    )
+    code, text = submit(cluster, "--config", "configs/generate.yaml", "-i", str(source), "-o", str(tmp_path / "run"))
     assert code == 0, text
     assert "done: 1 rows ok" in text
 

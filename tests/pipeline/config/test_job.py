@@ -44,7 +44,6 @@ def loader(path: Path) -> Callable[[str, list[str]], object]:
         "finetune": load_finetune_config,
         "quality": load_sweep_config,
         "serve": lambda path, overrides: load_serve_config(path, overrides, None, None),
-        "speed": load_sweep_config,
     }
     return loaders.get(path.stem.split("-")[0], load_config)
 
@@ -74,15 +73,14 @@ def tuned_files() -> list[Path]:
 @pytest.mark.parametrize("path", tuned_files(), ids=lambda path: path.name)
 def test_a_tuned_model_is_one_that_another_file_makes_for_answers_as_long(path: Path) -> None:
     config = load_config(path)
-    trained = [load_finetune_config(other) for other in CONFIGS if other.stem.startswith("finetune-")]
+    trained = [load_finetune_config(other) for other in CONFIGS if other.stem.startswith("finetune")]
     (made,) = [each for each in trained if Path(each.output.path).name == Path(config.model.source).name]
     assert config.model.source.startswith("/shared/") or config.model.source == made.output.path
     assert config.sampling.max_new_tokens == made.train.horizon + 1
 
 
-def test_the_files_for_gpus_take_tuned_models() -> None:
-    names = {path.stem for path in tuned_files()}
-    assert names == {"generate-one-gpu", "generate-8-gpus", "generate-autoscaling", "generate-spot"}
+def test_the_file_for_gpus_takes_a_tuned_model() -> None:
+    assert [path.stem for path in tuned_files()] == ["generate-cluster"]
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
