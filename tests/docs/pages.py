@@ -1,6 +1,6 @@
-"""README and docs as data: their sentences, links, anchors, code blocks and commands.
+"""Links, anchors, code blocks and commands of README and docs.
 
-Markdown is read by a few rules that these pages keep to, not by a parser. Left out: what is right or wrong with them.
+Markdown is read by a few rules that these pages keep to, not by a parser. Nothing is judged here.
 """
 
 import contextlib
@@ -47,30 +47,6 @@ class Command:
         """What the page says it ends with."""
         found = re.search(r"^exit code (\d):", self.output, re.MULTILINE)
         return int(found[1]) if found else 0
-
-
-def sentences(text: str) -> Iterator[str]:
-    """Prose of a page, sentence by sentence; code spans and links count as their words."""
-    for paragraph in paragraphs(text):
-        plain = LINK.sub(r"\1", CODE.sub("code", paragraph)).replace("*", "")
-        for sentence in re.split(r"(?<=[.!?])\s+(?=[\"(A-Z0-9]|code\b)", plain):
-            if re.search(r"[a-zA-Z]", sentence):
-                yield sentence.strip()
-
-
-def paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs and bullets; no code, tables, headings or comments."""
-    text = re.sub(r"<!--.*?-->", "", FENCE.sub("\n", text), flags=re.DOTALL)
-    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
-        lines = [line.strip() for line in block.splitlines() if not line.startswith(("|", "#"))]
-        joined = " ".join(line for line in lines if line)
-        joined = re.sub(r"^(?:[-*]|\d+\.) ", "", joined)
-        if joined and not joined.startswith("!["):
-            yield joined
-
-
-def num_words(sentence: str) -> int:
-    return len(sentence.split())
 
 
 def commands(path: Path) -> Iterator[Command]:
