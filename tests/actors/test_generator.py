@@ -22,6 +22,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Completion, Request
 from skipdecode.schedules.plan import EarlyExit, SkipDecode
 from tests.support.random_requests import BUCKETS, SKIP, one_by_one, random_requests
+from tests.support.schedules import decodes
 
 # Same rows, same order, same tokens
 
@@ -45,11 +46,7 @@ def test_answers_are_those_of_the_rows_alone(
     assert generator(requests).answers == one_by_one(shared, requests)
 
 
-@pytest.mark.parametrize(
-    "decode",
-    [{"method": "full"}, SKIP, {"method": "early_exit", "speedup": 2}, {"method": "unified", "layers": 3}],
-    ids=lambda d: d["method"],
-)
+@pytest.mark.parametrize("decode", decodes().values(), ids=decodes())
 def test_every_method(build: Callable[..., Generator], decode: dict[str, Any]) -> None:
     generator, requests = build(decode=decode), random_requests(14, limits=(12, 5))
     assert generator(requests).answers == one_by_one(generator, requests)

@@ -25,9 +25,10 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.speculative.generate import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
+from tests.support.schedules import SCHEDULES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,12 +36,8 @@ pytestmark = [
 ]
 
 STYLES = ["125m", "350m", "1.3b"]
-SCHEDULES: list[Schedule] = [
-    FullDepth(6),
-    SkipDecode(6, 5, 2, 1, 9),
-    EarlyExit(6, 6, 1, 1, 14),
-    Unified(6, 3),
-    ChosenLayers(6, (1, 2, 5)),
+PLANS: list[Schedule] = [
+    *SCHEDULES.values(),
     SkipSaturated(FullDepth(6), 2, 1, 1, 0.85),
     SkipBand(SkipDecode(6, 5, 2, 1, 9), 1, (2, 3)),
 ]
@@ -106,7 +103,7 @@ def test_bfloat16_stays_within_its_bound(checkpoint_factory: Callable[..., Path]
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", PLANS, ids=str)
 @pytest.mark.parametrize("keys", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_tokens_are_those_of_the_cpu(
     ending_checkpoint: Callable[[str], Path], style: str, schedule: Schedule, keys: dict[str, float]

@@ -13,7 +13,7 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
 from skipdecode.speculative.controller import Decision
 from skipdecode.speculative.draft_length import DraftLength
 from skipdecode.speculative.draft_vocab import DraftVocabulary
@@ -21,16 +21,13 @@ from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.ngram import LONGEST, SHORTEST
 from tests.support.cpu_backends import forced
 from tests.support.cuda_models import random_model
+from tests.support.schedules import SCHEDULES
 
 L = 6
 FULL = FullDepth(L)
 DRAFTS: list[Schedule] = [
-    FULL,  # repeats alone
-    SkipDecode(L, 5, 2, 1, 14),
+    *SCHEDULES.values(),  # full depth: n-gram drafts alone
     SkipDecode(L, 6, 6, 1, 1),  # all layers: whatever it drafts is accepted
-    EarlyExit(L, 4, 1, 1, 9),
-    Unified(L, 3),
-    ChosenLayers(L, (1, 2, 5)),
     SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
 ]
 

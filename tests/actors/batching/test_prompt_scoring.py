@@ -20,16 +20,13 @@ from skipdecode.engine.request import TokenLogprobs
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from tests.support.family_tokenizers import sentencepiece
 from tests.support.gguf_models import random_model
+from tests.support.schedules import decodes
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 NEW = 7
 LENGTHS = (1, 2, 9, 30, 5, 9)
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 400, "num_hidden_layers": 4}
-DECODES: dict[str, dict[str, Any]] = {
-    "full": {"method": "full"},
-    "skipdecode": {"method": "skipdecode", "max_layers": 3, "min_layers": 2},
-    "early exit": {"method": "early_exit", "max_layers": 3, "min_layers": 1},
-    "unified": {"method": "unified", "layers": 2},
+DECODES: dict[str, dict[str, Any]] = decodes(SHAPE["num_hidden_layers"]) | {
     "ffn_skip": {"method": "full", "ffn_skip": {"mode": "row", "threshold": 0.5, "cold_start": 1, "cold_end": 1}},
 }
 

@@ -20,6 +20,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth, SwiftPrefill
 from tests.support.pipeline_runs import prompts, read, write_jsonl
+from tests.support.schedules import decodes
 from tests.support.verbs import Job
 
 pytestmark = pytest.mark.ray
@@ -77,9 +78,7 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
 @pytest.mark.parametrize(
     "decode",
     [
-        {"method": "skipdecode", "max_layers": 5, "min_layers": 2},
-        pytest.param({"method": "early_exit", "speedup": 2}, marks=pytest.mark.slow),
-        pytest.param({"method": "unified", "layers": 3}, marks=pytest.mark.slow),
+        decodes()["skipdecode"],
         pytest.param(
             {
                 "method": "unified",
@@ -89,7 +88,7 @@ def test_full_depth_through_the_pipeline_equals_hugging_face(
             marks=pytest.mark.slow,
         ),
     ],
-    ids=lambda decode: f"{decode['method']}{'-ffn' * ('ffn_skip' in decode)}",
+    ids=["skipdecode", "unified-ffn"],
 )
 def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
     job: Job, tmp_path: Path, tiny_checkpoint: Path, loaded: Decoder, decode: dict[str, Any]

@@ -19,11 +19,11 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.kv.slot_cache import SlotCache
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.schedules.plan import Schedule, SkipDecode
 from tests.support.naive import greedy, random_prompts
+from tests.support.schedules import SCHEDULES
 
 L = 6
-SCHEDULES: list[Schedule] = [FullDepth(L), SkipDecode(L, 6, 2, 1, 14), EarlyExit(L, 6, 1, 1, 14), Unified(L, 3)]
 SKIP = SkipDecode(L, 5, 2, 1, 12)
 
 
@@ -72,7 +72,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 
 
 @settings(max_examples=20)
-@given(data=st.data(), schedule=st.sampled_from(SCHEDULES), looks_behind=st.integers(1, 3))
+@given(data=st.data(), schedule=st.sampled_from(list(SCHEDULES.values())), looks_behind=st.integers(1, 3))
 def test_rows_are_those_of_looks_at_once(
     ending_checkpoint: Callable[[str], Path],
     ours: Callable[[Path], Decoder],

@@ -18,17 +18,14 @@ from skipdecode.engine.request import Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_ranges import layer_ends
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from tests.support.naive import greedy, random_prompts
+from tests.support.schedules import SCHEDULES
 
 L = 6
-SCHEDULES: list[Schedule] = [
-    FullDepth(L),
-    SkipDecode(L, 6, 2, 1, 14),
+BASES: list[Schedule] = [
+    *SCHEDULES.values(),
     SkipDecode(L, 4, 1, 1, 3),
-    EarlyExit(L, 6, 1, 1, 14),
-    Unified(L, 3),
-    ChosenLayers(L, (1, 2, 5)),
     SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
 ]
 
@@ -68,7 +65,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 
 
 @settings(max_examples=12)
-@given(data=st.data(), schedule=st.sampled_from(SCHEDULES))
+@given(data=st.data(), schedule=st.sampled_from(BASES))
 def test_random_arrivals_and_cancellations(
     ending_checkpoint: Callable[[str], Path], ours: Callable[[Path], Decoder], data: st.DataObject, schedule: Schedule
 ) -> None:
@@ -102,10 +99,7 @@ def test_styles(checkpoint_factory: Callable[..., Path], ours: Callable[[Path], 
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize(
-    "base",
-    [FullDepth(L), SkipDecode(L, 5, 2, 1, 12), SkipDecode(L, 6, 5, 4, 6), EarlyExit(L, 6, 2, 1, 9), Unified(L, 3)],
-)
+@pytest.mark.parametrize("base", [*SCHEDULES.values(), SkipDecode(L, 6, 5, 4, 6)], ids=str)
 def test_swiftkv(loaded: Decoder, base: Schedule, group_size: int) -> None:
     model = loaded.with_swiftkv(2, group_size)
     torch.manual_seed(3)

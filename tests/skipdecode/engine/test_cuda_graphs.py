@@ -25,18 +25,16 @@ from skipdecode.families import config_of
 from skipdecode.kv import view
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from tests.support.graphs import ROOM, Ending, FakeCaptures, L, as_cuda, make_requests, model
+from tests.support.schedules import SCHEDULES
 
 __all__ = ["as_cuda", "model"]  # fixtures
 
-SCHEDULES: list[Schedule] = [
-    FullDepth(L),
-    SkipDecode(L, 5, 2, 1, 9),
-    EarlyExit(L, 6, 1, 1, 14),
-    Unified(L, 3),
-    ChosenLayers(L, (1, 2, 5)),
-    SkipBand(SkipDecode(L, 5, 2, 1, 9), 1, (2, 3)),
+SKIP = SCHEDULES["skipdecode"]
+OTHERS: list[Schedule] = [
+    *(schedule for name, schedule in SCHEDULES.items() if name not in ("full", "skipdecode")),
+    SkipBand(SKIP, 1, (2, 3)),
     SkipSaturated(SkipDecode(L, 5, 2, 1, 40), 20, 1, 1, 0.85),  # graphs first, then rows that decide
 ]
 
@@ -56,9 +54,9 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 
 @pytest.mark.parametrize(
     ("style", "schedule", "keys"),
-    [(style, SCHEDULES[1], {}) for style in ("125m", "350m", "1.3b")]
-    + [("1.3b", SCHEDULES[1], SAMPLED)]
-    + [("125m", schedule, {}) for schedule in SCHEDULES[2:]],
+    [(style, SKIP, {}) for style in ("125m", "350m", "1.3b")]
+    + [("1.3b", SKIP, SAMPLED)]
+    + [("125m", schedule, {}) for schedule in OTHERS],
     ids=str,
 )
 def test_tokens_are_those_without_graphs(
@@ -84,7 +82,7 @@ def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObj
     for _ in range(3):
         lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=9))
         num_new = data.draw(st.integers(1, 50))
-        schedule = data.draw(st.sampled_from([*SCHEDULES[:3], SkipDecode(L, 6, 2, 2, max(num_new - 1, 1))]))
+        schedule = data.draw(st.sampled_from([*SCHEDULES.values(), SkipDecode(L, 6, 2, 2, max(num_new - 1, 1))]))
         requests = make_requests(lengths, num_new)
         is_fixed = data.draw(st.booleans())
         fixed = {"prompt_columns": 70, "batch_rows": 10, "compact_at": 0.0} if is_fixed else {}

@@ -22,15 +22,9 @@ from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logit
 from skipdecode.schedules.plan import ChosenLayers, EarlyExit, Schedule, SkipDecode, Unified
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate
 from tests.support.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
+from tests.support.schedules import SCHEDULES
 
 STYLES = ["125m", "350m", "1.3b"]
-SCHEDULES: list[Schedule] = [
-    SkipDecode(L, 5, 2, 1, 9),
-    SkipDecode(L, 4, 4, 2, 1),
-    EarlyExit(L, 6, 1, 1, 14),
-    Unified(L, 3),
-    ChosenLayers(L, (1, 2, 5)),
-]
 Factory = Callable[..., Path]
 
 
@@ -119,7 +113,7 @@ def test_ignore_eos_runs_to_the_end(ending_checkpoint: Callable[[str], Path], ou
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), SkipDecode(L, 4, 4, 2, 1)], ids=str)
 def test_schedules_are_the_naive_decoder(
     checkpoint_factory: Factory, ours: Load, hf: LoadHF, style: str, schedule: Schedule
 ) -> None:

@@ -19,10 +19,11 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from skipdecode.speculative.generate import generate_lossless
 from tests.support.cpu_backends import KINDS, NAMES, forced
 from tests.support.graphs import cpu_as_cuda
+from tests.support.schedules import SCHEDULES
 from tests.support.shared_prompts import LAYERS as L
 from tests.support.shared_prompts import grouped_prompts, llama, opt, random_decoder, requests_of
 
@@ -32,11 +33,7 @@ CONFIGS = {
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=32),
     "llama, a head of keys each": lambda: llama(num_key_value_heads=6, attention_bias=True),
 }
-SCHEDULES: dict[str, Schedule] = {
-    "full": FullDepth(L),
-    "skipdecode": SkipDecode(L, 4, 2, 1, 7),
-    "early_exit": EarlyExit(L, 5, 2, 1, 7),
-    "unified": Unified(L, 3),
+BASES: dict[str, Schedule] = SCHEDULES | {
     "ffn row": SkipSaturated(SkipDecode(L, 5, 3, 1, 7), threshold=0.9, cold_start=1, cold_end=1, warmup_tokens=2),
     "ffn calibrated": SkipBand(FullDepth(L), layers=(2, 3), warmup_tokens=2),
 }
@@ -66,7 +63,7 @@ def marks_of(mix: Sequence[tuple[int, Sequence[int]]]) -> list[list[int]]:
 @given(
     mix=MIXES,
     family=st.sampled_from(sorted(CONFIGS)),
-    method=st.sampled_from(sorted(SCHEDULES)),
+    method=st.sampled_from(sorted(BASES)),
     swift=st.sampled_from(list(SWIFT)),
     num_new=st.lists(st.integers(1, 8), min_size=1, max_size=3),
     temperature=st.sampled_from([0.0, 0.0, 0.9]),
@@ -84,7 +81,7 @@ def test_tokens_are_those_without(
     seed: int,
 ) -> None:
     swift = None if family == "opt-350m" else swift  # whose norms are behind the blocks
-    model, schedule = decoder(any_backend, family, swift, torch.float32), SCHEDULES[method]
+    model, schedule = decoder(any_backend, family, swift, torch.float32), BASES[method]
     if (shape := SWIFT[swift]) is not None:
         schedule = SwiftPrefill(schedule, shape[0])
     prompts = grouped_prompts(mix, seed)

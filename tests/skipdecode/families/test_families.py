@@ -28,11 +28,12 @@ from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.plan import EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule, SwiftPrefill
 from tests.support.family_configs import BASE, LLAMA3, L
 from tests.support.forward import feed, left_pad
 from tests.support.naive import FFNRule, greedy, requests_for, tokens_of
 from tests.support.naive_llama import naive_llama
+from tests.support.schedules import schedules
 
 TOLERANCE = 1e-4
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -59,7 +60,8 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "stablelm, whole heads turn": (StableLmConfig, {"partial_rotary_factor": 1.0}),
 }
 QUICK = ["llama, one head of keys for 8, llama3 scaling", "qwen3", "stablelm"]  # what differs most
-SCHEDULES = [SkipDecode(L, 5, 2, 1, 12), EarlyExit(L, 5, 2, 1, 9), Unified(L, 3)]
+SCHEDULES = schedules(L)
+SKIP = SCHEDULES["skipdecode"]
 LENGTHS, NEW = [5, 17, 1, 9], 20
 Make = Callable[..., Path]
 
@@ -150,7 +152,7 @@ def test_what_we_save_opens_in_hugging_face(any_folder: Path, tmp_path: Path) ->
         assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_every_schedule_is_the_naive_decoder(any_folder: Path, schedule: Schedule) -> None:
     prompts = prompts_of(LENGTHS)
     eos = set(read_config(any_folder).eos_token_ids)
@@ -201,12 +203,12 @@ def skipping(mode: str, folder: Path) -> Skipping:
 @pytest.mark.parametrize("mode", ["row", "band"])
 def test_skipped_blocks_are_those_of_the_naive_decoder(any_folder: Path, mode: str) -> None:
     make, naive = skipping(mode, any_folder)
-    assert_skips(any_folder, make(SCHEDULES[0]), naive)
+    assert_skips(any_folder, make(SKIP), naive)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["row", "band"])
-@pytest.mark.parametrize("base", [FullDepth(L), *SCHEDULES[1:]], ids=str)
+@pytest.mark.parametrize("base", [base for base in SCHEDULES.values() if base != SKIP], ids=str)
 def test_skipped_blocks_on_every_schedule(make_folder: Make, mode: str, base: Schedule) -> None:
     make, naive = skipping(mode, make_folder("qwen3"))
     assert_skips(make_folder("qwen3"), make(base), naive)
@@ -216,7 +218,7 @@ def test_skipped_blocks_on_every_schedule(make_folder: Make, mode: str, base: Sc
 def test_skipped_blocks_above_swiftkv(make_swift: Callable[[str, int], Path], mode: str) -> None:
     folder = make_swift("qwen3", 2)
     make, naive = skipping(mode, folder)
-    assert_skips(folder, make(SwiftPrefill(SCHEDULES[0], 2)), naive, has_swiftkv=True)
+    assert_skips(folder, make(SwiftPrefill(SKIP, 2)), naive, has_swiftkv=True)
 
 
 def assert_skips(folder: Path, schedule: Schedule, naive: dict[str, Any], has_swiftkv: bool = False) -> None:
@@ -232,13 +234,13 @@ def assert_skips(folder: Path, schedule: Schedule, naive: dict[str, Any], has_sw
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "stablelm"])
 def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], kind: str, group_size: int) -> None:
     folder, prompts = make_swift(kind, group_size), prompts_of(LENGTHS)
-    for base in (FullDepth(L), SCHEDULES[0]):
+    for base in (FullDepth(L), SKIP):
         wanted = [naive_llama(folder, prompt, base, 20, {2}, has_swiftkv=True)[0] for prompt in prompts]
         for model in (load_model(folder), load_model(folder).pack()):
             assert decoded(model, prompts, SwiftPrefill(base, 2)) == wanted
 
 
-@pytest.mark.parametrize("schedule", [FullDepth(L), *SCHEDULES, SwiftPrefill(SCHEDULES[0], 2)], ids=str)
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), SwiftPrefill(SKIP, 2)], ids=str)
 @pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in QUICK)])
 def test_rows_of_different_ages_and_one_forced_pass_are_decoding(
     make_swift: Callable[[str, int], Path], kind: str, schedule: Schedule

@@ -22,19 +22,13 @@ from skipdecode.model import layer_loop
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import BLOCK, Placement, cut, deal, devices_of, in_phases
 from skipdecode.model.teacher_forcing import ForcedView, teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
+from tests.support.schedules import SCHEDULES
 
 L = 6
 CPU = torch.device("cpu")
 FULL = FullDepth(L)
-SCHEDULES: list[Schedule] = [
-    FULL,
-    SkipDecode(L, 5, 2, 1, 9),
-    EarlyExit(L, 6, 1, 1, 14),
-    Unified(L, 3),
-    ChosenLayers(L, (1, 4)),
-]
 LENGTHS = [3, 9, 1, 5, 12, 7, 2, 8, 10]
 
 
@@ -50,7 +44,7 @@ def on(folder: Path, count: int, *, is_packed: bool = True) -> Decoder:
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("sampling", [greedy(40), Sampling(40, temperature=0.8, top_p=0.9)], ids=["greedy", "drawn"])
 def test_tokens_are_those_of_one_device(
     folder: Path, ours: Callable[[Path], Decoder], count: int, is_packed: bool, schedule: Schedule, sampling: Sampling
@@ -64,7 +58,7 @@ def test_tokens_are_those_of_one_device(
     assert [c.layers_run for c in made.completions] == [c.layers_run for c in wanted.completions]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_llama(tmp_path: Path, schedule: Schedule) -> None:
     """Its rotations are asked for on every device."""
     shape = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": L, "eos_token_id": 2}

@@ -28,19 +28,13 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.training.swiftkv_init import KVFit
 from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
+from tests.support.schedules import SCHEDULES
 
 L = 6
 FULL = FullDepth(L)
-BASES: list[Schedule] = [
-    FULL,
-    SkipDecode(L, 5, 2, 1, 9),
-    EarlyExit(L, 5, 2, 1, 9),
-    Unified(L, 4),
-    ChosenLayers(L, (1, 2, 5)),
-]
 SHAPES = [(3, 1), (2, 2), (2, 4), (5, 1), (1, 1)]
 LENGTHS = [5, 1, 12, 3]
 Swift = Callable[[int, int], Path]
@@ -65,7 +59,7 @@ def swift_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
+@pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 def test_decoding_is_the_naive_decoder(
     swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
@@ -86,7 +80,7 @@ def test_decoding_is_the_naive_decoder(
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), [(3, 1), (2, 2)])
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
+@pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 def test_all_three_methods_together(
     swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
@@ -102,7 +96,7 @@ def test_all_three_methods_together(
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
+@pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_teacher_forced_pass_is_decoding(
     swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int
 ) -> None:
@@ -179,7 +173,7 @@ def test_keys_and_values_are_the_direct_projection(swift_checkpoint: Swift, tiny
 
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "early_exit", "unified", "chosen"])
+@pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 def test_cache_bytes_are_exact(swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int) -> None:
     """Grouped layers share memory that is allocated once; counted by the storages themselves."""
     model = load_model(swift_checkpoint(kv_layers, group_size))

@@ -23,12 +23,12 @@ from skipdecode.model.ffn_executor import ALL_ROWS, SimilarityRecorder, similari
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import ChosenLayers, FullDepth, Schedule, SkipDecode, Unified, has_no_kv_holes
+from skipdecode.schedules.plan import FullDepth, Schedule, has_no_kv_holes
 from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requests_for, tokens_of
+from tests.support.schedules import SCHEDULES
 
 L = 6
 FULL = FullDepth(L)
-BASES: list[Schedule] = [FULL, SkipDecode(L, 5, 2, 1, 9), Unified(L, 4), ChosenLayers(L, (1, 2, 5))]
 LENGTHS = [5, 1, 12, 3]
 Factory = Callable[..., Path]
 Load = Callable[[Path], Decoder]
@@ -50,7 +50,7 @@ def thresholds(reference: OPTForCausalLM) -> list[float]:
         pytest.param("350m", 8, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified", "chosen"])
+@pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 def test_row_is_the_naive_decoder(
     ending_checkpoint: Callable[[str], Path], hf: LoadHF, ours: Load, monkeypatch: pytest.MonkeyPatch,
     style: str, interval: int, base: Schedule,
@@ -83,7 +83,7 @@ def test_row_is_the_naive_decoder(
     borders=st.tuples(st.integers(0, L), st.integers(0, L)).filter(lambda b: sum(b) <= L),
     threshold=st.floats(-1, 1) | st.floats(0.6, 1.0),
     warmup=st.integers(0, 12),
-    base=st.sampled_from(BASES),
+    base=st.sampled_from(list(SCHEDULES.values())),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
 def test_row_is_the_naive_decoder_for_any_rule(
@@ -98,7 +98,7 @@ def test_row_is_the_naive_decoder_for_any_rule(
 
 
 @pytest.mark.parametrize("style", ["125m", "350m"])
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified", "chosen"])
+@pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("band", [((), 0), ((1, 2, 3), 0), ((0, 4, 5), 2), (tuple(range(L)), 1)])
 def test_band_is_the_naive_decoder_without_those_blocks(
     checkpoint_factory: Factory, hf: LoadHF, ours: Load, style: str, base: Schedule, band: tuple[tuple[int, ...], int]
@@ -116,7 +116,7 @@ def test_band_is_the_naive_decoder_without_those_blocks(
 
 
 @pytest.mark.parametrize("style", ["125m", "350m"])
-@pytest.mark.parametrize("base", BASES, ids=["full", "skipdecode", "unified", "chosen"])
+@pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_teacher_forced_pass_is_decoding(checkpoint_factory: Factory, ours: Load, style: str, base: Schedule) -> None:
     model, prompts = ours(checkpoint_factory(style)), random_prompts(LENGTHS, seed=6)
     middle = thresholds_of(model, prompts)[1]
@@ -205,7 +205,7 @@ def test_similarity_is_of_the_state_before_and_after_not_of_the_block(tiny_check
 
 @settings(max_examples=200)
 @given(
-    base=st.sampled_from(BASES),
+    base=st.sampled_from(list(SCHEDULES.values())),
     warmup=st.integers(0, 20),
     layers=st.sets(st.integers(0, L - 1)),
     borders=st.tuples(st.integers(0, L), st.integers(0, L)).filter(lambda b: sum(b) <= L),

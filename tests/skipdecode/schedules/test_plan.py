@@ -23,6 +23,7 @@ from skipdecode.schedules.plan import (
     has_no_kv_holes,
     steps_per_layer,
 )
+from tests.support.schedules import EXAMPLES, schedules
 
 HALF = Fraction(1, 2)
 
@@ -197,21 +198,10 @@ def test_defaults_are_skipdecode_at_two() -> None:
     assert make_schedule({}, num_layers=24, max_new_tokens=5) == SkipDecode(24, 16, 8, 1, 4)
 
 
-EXAMPLES: dict[str, dict[str, object]] = {
-    "full": {},
-    "skipdecode": {"speedup": 3},
-    "early_exit": {"speedup": 3},
-    "unified": {"layers": 5},
-    "layers": {"layers": [0, 3, 20]},
-}
-
-
 def test_every_method_is_a_schedule_of_its_own() -> None:
-    """Of a new method too: an example of it here, its own class, and layer sets that are nested over positions."""
+    """The tests have an example of every method, each has its own class, and layer sets are nested over positions."""
     assert EXAMPLES.keys() == METHODS.keys()
-    made = [
-        make_schedule({"method": name, **keys}, num_layers=24, max_new_tokens=16) for name, keys in EXAMPLES.items()
-    ]
+    made = schedules(24).values()
     assert len({type(schedule) for schedule in made}) == len(METHODS)
     for schedule in made:
         assert has_no_kv_holes([schedule.prefill(), *map(schedule.step, range(20))])

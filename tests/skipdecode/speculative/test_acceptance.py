@@ -10,9 +10,8 @@ from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch
-from skipdecode.schedules.ffn_skip import SkipBand
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.schedules.plan import FullDepth, Unified
 from skipdecode.speculative.acceptance import Counts, DraftedText
 from skipdecode.speculative.draft_length import MOST, DraftLength
 from skipdecode.speculative.draft_vocab import DraftVocabulary
@@ -20,18 +19,12 @@ from skipdecode.speculative.generate import generate_lossless
 from skipdecode.speculative.latency_model import Prices
 from skipdecode.speculative.ngram import Repeats
 from tests.support.cuda_models import random_model, some_requests
+from tests.support.lossless_models import DRAFTS as DRAFTS_AND_FULL
 from tests.support.lossless_models import is_quiet
 
 L, N = 6, 24
 FULL = FullDepth(L)
-DRAFTS: list[Schedule] = [
-    SkipDecode(L, 6, 6, 1, 1),  # all layers: whatever it drafts is accepted
-    SkipDecode(L, 5, 2, 1, 14),
-    EarlyExit(L, 4, 1, 1, 9),
-    Unified(L, 3),
-    ChosenLayers(L, (1, 3, 4, 5)),
-    SkipBand(SkipDecode(L, 6, 3, 2, 9), 4, (1, 4)),
-]
+DRAFTS = DRAFTS_AND_FULL[1:]
 MODELS = ["opt", "opt, norms behind", "llama", "qwen3"]
 
 

@@ -21,19 +21,13 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import IGNORE, ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipSaturated
 from skipdecode.schedules.from_config import listed_schedule
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, LayerPlan, Schedule, SkipDecode, Unified
+from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule, SkipDecode
 from skipdecode.training.loss import ResponseLoss, response_loss
+from tests.support.schedules import SCHEDULES
 from tests.support.train_configs import make_config
 
 STYLES = ["125m", "350m", "1.3b"]
 L = 6
-SCHEDULES: list[Schedule] = [
-    FullDepth(L),
-    SkipDecode(L, 5, 2, 1, 6),
-    EarlyExit(L, 4, 1, 1, 3),
-    Unified(L, 2),
-    ChosenLayers(L, (1, 2)),
-]
 Factory = Callable[..., Path]
 
 
@@ -80,7 +74,7 @@ def test_full_depth_is_hugging_face(
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_loss_is_invariant_to_padding(
     checkpoint_factory: Factory, ours: Callable[[Path], Decoder], style: str, schedule: Schedule
 ) -> None:
@@ -113,7 +107,7 @@ def masked_logits(model: Decoder, pair: Pair, schedule: Schedule) -> Tensor:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_gradients_are_those_of_the_definition(checkpoint_factory: Factory, style: str, schedule: Schedule) -> None:
     """The prefix trick against masking after the fact: loss and every gradient."""
     folder = checkpoint_factory(style)
@@ -161,7 +155,7 @@ def test_a_layer_of_the_prompt_alone_learns_from_the_prompt_alone(tiny_checkpoin
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_recomputation_changes_no_gradient(checkpoint_factory: Factory, style: str, schedule: Schedule) -> None:
     folder = checkpoint_factory(style)
     grads = []

@@ -23,9 +23,10 @@ from skipdecode.model.teacher_forcing import (
     teacher_forced_states,
 )
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.shared_prompt import Branches
+from tests.support.schedules import SCHEDULES
 
 L = 6
 SHAPE = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": L, "num_attention_heads": 4}
@@ -35,11 +36,7 @@ CONFIGS: dict[str, DecoderConfig] = {
     "qwen3": Qwen3Config(**SHAPE, intermediate_size=80, num_key_value_heads=1, head_dim=16),
 }
 PLAIN: list[Schedule] = [
-    FullDepth(L),
-    SkipDecode(L, 5, 2, 1, 4),
-    EarlyExit(L, 4, 1, 1, 3),
-    Unified(L, 2),
-    ChosenLayers(L, (1, 4)),
+    *SCHEDULES.values(),
     SkipBand(FullDepth(L), 1, (2, 4)),
     SkipBand(SkipDecode(L, 5, 2, 1, 4), 2, (0, 5)),
 ]
