@@ -33,7 +33,7 @@ def rung_within(rows: int) -> int:
 
 
 def row_rounding(config: DecoderConfig, itemsize: int) -> int:
-    """Bytes of a row that rounding up the columns of its layers may add, where graphs are (`kv.graphed`)."""
+    """Bytes of a row that rounding up the columns of its layers may add, where graphs are (`kv.graph_cache`)."""
     return 2 * config.num_hidden_layers * (ALIGNMENT - 1) * config.kv_dim * itemsize
 
 
