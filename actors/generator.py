@@ -29,7 +29,7 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.cost.roofline import Ceilings, measure_ceilings
 from skipdecode.engine.cuda_graphs import plans_of
 from skipdecode.engine.generate import BatchResult, Completion, Request, generate
-from skipdecode.engine.prefix_sharing import Sharing
+from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.model.pipeline_parallel import dtype_name
 from skipdecode.schedules.from_config import known_acceptance, make_schedule
 from skipdecode.schedules.lossless import Lossless
@@ -156,7 +156,7 @@ class Generator:
             batch_size=self.batch_size,
             buckets=self.config.length_buckets,
             shares=self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1,
-            copies_heads=not self.model.reads_shared or self.graphs is not None,
+            copies_prefixes=not self.model.reads_shared or self.graphs is not None,
             price=partial(
                 PromptPrices.of,
                 self.model.config,
@@ -171,7 +171,7 @@ class Generator:
         """The batches that a window is decoded in."""
         return self.cutting.cut(requests)
 
-    def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> Sharing | None:
+    def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> PrefixSharing | None:
         """What a batch of whoever waits together shares; None: nothing that pays."""
         return self.cutting.sharing_of(requests, schedule)
 

@@ -40,7 +40,7 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
 from skipdecode.engine.generate import Request, generate
-from skipdecode.engine.prefix_sharing import Sharing, share
+from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
@@ -104,7 +104,7 @@ class Worker:
         for batch in self.cut(requests, shares=shares):
             chosen = [requests[row] for row in batch.rows]
             prompts = [request.prompt_tokens for request in chosen]
-            sharing = share(prompts, batch.marks) if batch.marks else None
+            sharing = share_prefixes(prompts, batch.marks) if batch.marks else None
             stats = generate(self.model, chosen, self.full, sharing=sharing).stats
             made["prefill_s"] += stats.prefill_s
             made["decode_s"] += stats.decode_s
@@ -113,7 +113,7 @@ class Worker:
             made["predicted_s"] += self._predicted(prompts, sharing, stats.batch_rows)
         return made | {"seconds": time.perf_counter() - start}
 
-    def _predicted(self, prompts: list[list[int]], sharing: Sharing | None, batch_rows: list[int]) -> float:
+    def _predicted(self, prompts: list[list[int]], sharing: PrefixSharing | None, batch_rows: list[int]) -> float:
         shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.reads_shared)
         predict = partial(predict_s, self.model.config, self.full, self.ceilings, rows=len(prompts), **self.sizes)
         return sum(predict(prompt_columns=max(map(len, prompts)), batch_rows=batch_rows, sharing=shape))

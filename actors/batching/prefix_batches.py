@@ -15,7 +15,7 @@ from typing import Protocol
 from actors.batching.buckets import Batch, bucket_of, cut_batches
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import Ceilings, predict_s
-from skipdecode.engine.prefix_sharing import HEAD_STEP, Sharing, share
+from skipdecode.engine.prefix_sharing import PREFIX_STEP, PrefixSharing, share_prefixes
 from skipdecode.schedules.plan import Schedule
 
 MIN_HEAD = 16  # tokens; shorter ones are mostly the same first word
@@ -100,7 +100,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
             middle = (low + high) // 2
             low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
         most = low
-    return most - most % HEAD_STEP
+    return most - most % PREFIX_STEP
 
 
 def cut_sharing_prefixes(
@@ -175,7 +175,9 @@ def cut_window(
 
     batches = cut_sharing_prefixes(lengths, heads, buckets, size)
     others = cut_batches(lengths, [None] * len(lengths), buckets, batch_size)
-    sharings = [share([prompts[row] for row in batch.rows], batch.marks) if batch.marks else None for batch in batches]
+    sharings = [
+        share_prefixes([prompts[row] for row in batch.rows], batch.marks) if batch.marks else None for batch in batches
+    ]
     saved = [0 if sharing is None else sharing.tokens_saved for sharing in sharings]
     # every batch makes all steps, and heads take a pass of their own
     more = (len(batches) - len(others)) * (1 + num_steps) + sum(tokens > 0 for tokens in saved)
@@ -183,10 +185,10 @@ def cut_window(
     return batches if saved_s > MIN_GAIN * sum(lengths) * prices.token_s else None
 
 
-def share_batch(prompts: Sequence[Sequence[int]], prices: PromptPrices, num_steps: int) -> Sharing | None:
+def share_batch(prompts: Sequence[Sequence[int]], prices: PromptPrices, num_steps: int) -> PrefixSharing | None:
     """What the rows of one batch share; None: nothing that pays for the passes of its own."""
     heads = find_prefixes(prompts, prices, num_steps)
-    sharing = share(prompts, [head.ends for head in heads]) if any(head.ends for head in heads) else None
+    sharing = share_prefixes(prompts, [head.ends for head in heads]) if any(head.ends for head in heads) else None
     if sharing is None or sharing.tokens_saved * prices.token_s <= len(sharing.levels) * prices.pass_s:
         return None
     return sharing

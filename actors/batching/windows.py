@@ -14,7 +14,7 @@ from actors.batching.buckets import Batch, cut_batches
 from actors.batching.prefix_batches import PromptPrices, cut_window, share_batch
 from actors.batching.prompt_scoring import is_scored_alone
 from skipdecode.cost.roofline import SharedShape
-from skipdecode.engine.prefix_sharing import Sharing, share
+from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import LayerPlan, Schedule
@@ -37,7 +37,7 @@ class Cutting:
     buckets: Sequence[int]
     shares: bool
     """Whether rows may share what they begin with."""
-    copies_heads: bool
+    copies_prefixes: bool
     """Whether kernels need heads that rows share copied to each of them."""
     price: Callable[[Schedule], PromptPrices]
     known_prices: dict[LayerPlan, PromptPrices]
@@ -80,7 +80,7 @@ class Cutting:
         size = partial(self.batch_size, max_new_tokens=max_new_tokens)
         return cut_window(prompts, self.prices(schedule), steps, self.buckets, size, copies=self._copies(schedule))
 
-    def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> Sharing | None:
+    def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> PrefixSharing | None:
         """What a batch of whoever waits together shares; None: nothing that pays."""
         if not self.shares:
             return None
@@ -102,12 +102,12 @@ class Cutting:
 
     def _copies(self, schedule: Schedule) -> bool:
         """Whether heads that rows share are copied to each of them."""
-        return self.copies_heads or isinstance(schedule, Lossless)
+        return self.copies_prefixes or isinstance(schedule, Lossless)
 
 
-def sharing_in(batch: Batch, chosen: Sequence[Request]) -> Sharing | None:
+def sharing_in(batch: Batch, chosen: Sequence[Request]) -> PrefixSharing | None:
     """What the rows `chosen` of a batch share, by its marks."""
-    return share([request.prompt_tokens for request in chosen], batch.marks) if batch.marks else None
+    return share_prefixes([request.prompt_tokens for request in chosen], batch.marks) if batch.marks else None
 
 
 def _moved(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:

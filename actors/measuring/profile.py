@@ -76,8 +76,8 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
         places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]
         places += [(block.qkv, "forward", "query, key, value"), (block.out_proj, "forward", "attention output")]
         places += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
-    if model.added is not None:
-        places += model.added.timed_calls()
+    if model.swift is not None:
+        places += model.swift.timed_calls()
     had = [vars(owner).get(name) for owner, name, _ in places]  # None: it comes from the class
     try:
         for owner, name, stage in places:

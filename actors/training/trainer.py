@@ -160,7 +160,7 @@ def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None)
     """The loss, of which those weights have gradients that are to be trained."""
     lora = lora_modules(model)
     model.train().requires_grad_(config.trainable == "all" and not lora)
-    for added in lora if model.added is None else [*lora, model.added]:
+    for added in lora if model.swift is None else [*lora, model.swift]:
         added.requires_grad_(True)
     if lora and config.precision == "bfloat16":  # autocast keeps its copies of trained weights, and of no others
         for layer in model.layers:

@@ -25,7 +25,7 @@ def wrap(loss: ResponseLoss, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
         return loss
     if parallel == "ddp":
         # under SwiftKV the upper layers' own K and V are not run, and without it its weights are not
-        return DistributedDataParallel(loss, find_unused_parameters=loss.model.added is not None)
+        return DistributedDataParallel(loss, find_unused_parameters=loss.model.swift is not None)
     for block in loss.model.layers:
         if block.k_norm is not None:  # keys from elsewhere go through it too (SwiftKV), outside of its layer's call
             fully_shard(block.k_norm)

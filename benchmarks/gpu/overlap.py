@@ -102,11 +102,11 @@ def timed_passes(
 
     def prompts() -> None:
         cache.length = 0
-        model(tokens, positions, cache, plan, only_likeliest=True)
+        model(tokens, positions, cache, plan, return_argmax=True)
 
     def step() -> None:
         cache.length = columns
-        model(tokens[:, :1], torch.full_like(tokens[:, :1], columns), cache, plan, only_likeliest=True)
+        model(tokens[:, :1], torch.full_like(tokens[:, :1], columns), cache, plan, return_argmax=True)
 
     return median_s(prompts, devices), median_s(step, devices)
 

@@ -128,12 +128,12 @@ def _replaying(bench: Bench, plan: LayerPlan, rows: int) -> Callable[[], None]:
     columns = bench.prompt_tokens + REPLAYS + 1
     cache = graphs.allocate(pads, [columns] * layers, range(layers), is_masked=True)
     cache.length = bench.prompt_tokens
-    newest = graphs(pads, cache, plan, only_likeliest=True)  # brings the batch's tables to their place
+    newest = graphs(pads, cache, plan, return_argmax=True)  # brings the batch's tables to their place
 
     def work() -> None:
         token = newest
         for _ in range(REPLAYS):
-            token = graphs(token, cache, plan, only_likeliest=True)
+            token = graphs(token, cache, plan, return_argmax=True)
         bench.wait()
 
     bench.wait()

@@ -23,8 +23,9 @@ from skipdecode.checkpoint.lora_adapter import KEY as ADAPTER_KEY
 from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.config.model import DecoderConfig
-from skipdecode.model.decoder import ADDED_PARTS, Decoder
+from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import deal, dtype_name
+from skipdecode.model.swiftkv import hf_parts as swiftkv_parts
 from skipdecode.schedules.trained import read_schedules
 
 SHARD_SUFFIXES = (".safetensors", ".bin")
@@ -33,9 +34,8 @@ SHARD_SUFFIXES = (".safetensors", ".bin")
 def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
     """The parts, along its rows, of our parameter `name`: (Hugging Face name, rows). One but for fused ones."""
     module, _, kind = name.rpartition(".")
-    added, _, rest = module.partition(".")
-    if added in ADDED_PARTS:
-        return [(f"{config.prefix}{one}.{kind}", rows) for one, rows in ADDED_PARTS[added](rest, config)]
+    if module.startswith("swift."):
+        return [(f"{config.prefix}{part}.{kind}", rows) for part, rows in swiftkv_parts(module[6:], config)]
     if module == "lm_head":
         return [(f"lm_head.{kind}", config.vocab_size)]
     if module.startswith("blocks."):
@@ -114,7 +114,7 @@ def expected_tensors(model: Decoder) -> Expected:
 def adapter_of(path: str | Path, model: Decoder) -> Adapter:
     """An adapter that fits a model of that shape; ValueError blames `model.adapter`. Reads no weights."""
     parts = [part for name, part in expected_tensors(model).items() if name.endswith(".weight")]
-    own = [part for part in parts if len(part.shape) == 2 and part.name.partition(".")[0] not in ADDED_PARTS]
+    own = [part for part in parts if len(part.shape) == 2 and not part.name.startswith("swift.")]
     linears = {part.module: part.shape for part in own if not part.name.startswith("embed_")}
     return open_adapter(path, linears, [part.module for part in own if part.name.startswith("embed_")])
 

@@ -25,7 +25,7 @@ class AsyncOutput(Generic[Of]):
         self._sent: deque[tuple[list[Tensor], Any, Of]] = deque()
 
     @property
-    def num_sent(self) -> int:
+    def num_pending(self) -> int:
         """Not taken yet."""
         return len(self._sent)
 

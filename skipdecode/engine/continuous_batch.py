@@ -26,9 +26,9 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
-from skipdecode.engine.prefix_sharing import Sharing
+from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
-from skipdecode.engine.static_batch import LOOKS_BEHIND
+from skipdecode.engine.static_batch import MAX_PENDING
 from skipdecode.kv.slot_cache import SlotCache
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
@@ -75,20 +75,22 @@ class ContinuousBatch:
         schedule: Schedule,
         *,
         decode_text: DecodeText | None = None,
-        looks_behind: int | None = None,
+        max_pending: int | None = None,
         is_closed: bool = False,
     ) -> None:
-        """`looks_behind`: steps, those of prompts included, whose tokens are not looked at yet; None: as the device
+        """`max_pending`: steps, those of prompts included, whose tokens are not looked at yet; None: as the device
         wants it. `is_closed`: all rows join at once, and stay to the end."""
         check_continuous(schedule)
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
         self._attn_ends, self._ffn_ends = layer_ends(schedule, model.config.max_position_embeddings)
         self._kv_layers = schedule.step(0).kv_layers
-        owners = kv_sharing_map(schedule, model.config.kv_group_size)
+        sharing_map = kv_sharing_map(schedule, model.config.kv_group_size)
         # under SwiftKV a layer's K/V are written for rows that do not run it
-        ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(owners)
-        self._cache = SlotCache(model.config, owners, ends, dtype=model.dtype, device=model.device, is_closed=is_closed)
+        ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(sharing_map)
+        self._cache = SlotCache(
+            model.config, sharing_map, ends, dtype=model.dtype, device=model.device, is_closed=is_closed
+        )
         self._is_closed = is_closed
         self._members: list[_Member] = []
         self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
@@ -96,10 +98,10 @@ class ContinuousBatch:
         self._num_steps = 0
         self._params: tuple[Tensor, Tensor, Tensor] | None = None
         self._logprobs = LogprobRecorder([], model.device)
-        self._looks: AsyncOutput[tuple[list[_Member], list[Row]]] = AsyncOutput(
+        self._output: AsyncOutput[tuple[list[_Member], list[Row]]] = AsyncOutput(
             model.device
         )  # whose tokens, whose logprobs
-        self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
+        self._max_pending = MAX_PENDING[model.device.type] if max_pending is None else max_pending
         self.row_steps = 0
         """Rows that took part in steps, ended ones included."""
 
@@ -121,7 +123,7 @@ class ContinuousBatch:
         return self._cache.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
 
     @torch.inference_mode()
-    def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
+    def join(self, requests: Sequence[Request], sharing: PrefixSharing | None = None) -> list[Row]:
         """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests. Where looks are late they
         have it after the next step. `sharing`: heads that are run once; their keys and values are copied to every row.
 
@@ -132,13 +134,13 @@ class ContinuousBatch:
         members = [_Member(row, self._num_steps) for row in rows]
         params, recorder = _params(members, self.model.device), LogprobRecorder(rows, self.model.device)
         is_plain = params is None and not recorder.is_asked  # nobody wants more than the likeliest token
-        made, cache = self._feed_prompts(requests, sharing, only_likeliest=is_plain)
+        made, cache = self._feed_prompts(requests, sharing, return_argmax=is_plain)
         first = made if is_plain else _choose(made, members, params, self._num_steps)
         if recorder.is_asked:
             recorder.see(made, first)
         self._send(first, members, recorder)
-        if self._looks_behind == 0:
-            self._look()
+        if self._max_pending == 0:
+            self._read_output()
         stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
         if cache is None and not stay:
             self._cache.fill([], [], [])  # gives the memory back
@@ -159,22 +161,22 @@ class ContinuousBatch:
         return rows
 
     def _feed_prompts(
-        self, requests: Sequence[Request], sharing: Sharing | None, *, only_likeliest: bool
+        self, requests: Sequence[Request], sharing: PrefixSharing | None, *, return_argmax: bool
     ) -> tuple[Tensor, KVCache | None]:
         """The prompts: what `feed_prompts` gives, and the cache they fill; None: they are where the batch has them."""
         model, plan = self.model, self.schedule.prefill()
         if sharing is not None:
             allocate = partial(allocate_cache, model, schedule=self.schedule, num_new=1)
             shared = shared_prompts(model, requests, self.schedule, sharing, allocate, copies=True)
-            return shared.feed(plan, only_likeliest=only_likeliest), shared.cache
+            return shared.feed(plan, return_argmax=return_argmax), shared.cache
         longest = max(len(r.prompt_tokens) for r in requests)
         tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
         if self._is_closed and model.takes_unpadded(self._cache.memory_of(0)[0]):
             assert not self._members, "rows of a closed batch come once"
             cache = self._cache.open(*_lengths(requests))
-            return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, only_likeliest=only_likeliest), None
+            return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, return_argmax=return_argmax), None
         cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
-        return feed_prompts(model, tokens, cache, plan, only_likeliest=only_likeliest), cache
+        return feed_prompts(model, tokens, cache, plan, return_argmax=return_argmax), cache
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -183,8 +185,8 @@ class ContinuousBatch:
         if self._members:
             self._feed_newest()
         is_last = not any(member.is_fed(self._num_steps) for member in self._members)  # no step will run meanwhile
-        while self._looks.num_sent > (0 if is_last else self._looks_behind):
-            self._look()
+        while self._output.num_pending > (0 if is_last else self._max_pending):
+            self._read_output()
 
     def _feed_newest(self) -> None:
         members = self._members
@@ -208,11 +210,11 @@ class ContinuousBatch:
     def _send(self, newest: Tensor, members: Sequence[_Member], recorder: LogprobRecorder) -> None:
         """Tokens [B] of `members`, and what was seen of them, on their way to the host."""
         asking, seen = recorder.take()
-        self._looks.send([newest, *seen], (list(members), asking))
+        self._output.send([newest, *seen], (list(members), asking))
 
-    def _look(self) -> None:
+    def _read_output(self) -> None:
         """Gives the tokens sent first to their rows."""
-        (newest, *seen), (members, asking) = self._looks.take()
+        (newest, *seen), (members, asking) = self._output.take()
         give(asking, seen)
         for member, token in zip(members, newest.tolist(), strict=True):
             if member.row.is_running:

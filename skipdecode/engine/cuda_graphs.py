@@ -95,22 +95,22 @@ class CudaGraphs:
         """What so many rows are padded to; more than `max_rows` are not."""
         return next((rung for rung in self.rungs if rung >= num_rows), num_rows)
 
-    def has_room(self, num_rows: int, capacities: Sequence[int], owners: Sequence[int]) -> bool:
+    def has_room(self, num_rows: int, capacities: Sequence[int], sharing_map: Sequence[int]) -> bool:
         """Whether `allocate` would find memory now."""
-        return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, owners).count)
+        return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, sharing_map).count)
 
     def allocate(
         self,
         num_pad: Tensor,
         capacities: Sequence[int],
-        owners: Sequence[int],
+        sharing_map: Sequence[int],
         *,
         is_masked: bool = False,
         paddings: Sequence[int] | None = None,
     ) -> GraphedCache:
         """As `KVCache.allocate`; PoolFull where there is no room beside the batches that live."""
-        layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, owners)
-        return GraphedCache.within(self.pool, layout, num_pad, owners, is_masked=is_masked, paddings=paddings)
+        layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, sharing_map)
+        return GraphedCache.within(self.pool, layout, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
 
     @torch.inference_mode()
     def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
@@ -169,17 +169,17 @@ class CudaGraphs:
         plan: LayerPlan,
         ffns: FFNExecutor = ALL_ROWS,
         *,
-        only_likeliest: bool = False,
+        return_argmax: bool = False,
     ) -> Tensor:
         """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call, or with
-        `only_likeliest` the likeliest token of each row [B]."""
+        `return_argmax` the likeliest token of each row [B]."""
         assert isinstance(cache, GraphedCache), "a cache from elsewhere"
         num_rows = len(newest)
         rows = self.rows_for(num_rows)
         if rows > self.max_rows or not plan.is_static:
             last = self.model.config.max_position_embeddings - 1
             positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)
-            return self.model.forward(newest[:, None], positions, cache, plan, ffns, only_likeliest=only_likeliest)
+            return self.model.forward(newest[:, None], positions, cache, plan, ffns, return_argmax=return_argmax)
         self._enter(newest, cache, rows)
         replay = self._replays.get((plan, rows))
         if replay is not None:
@@ -191,7 +191,7 @@ class CudaGraphs:
             self._step(plan, rows)
         cache.length += 1
         self._next += 1
-        if not only_likeliest:
+        if not return_argmax:
             self._newest = self._tokens  # nobody's
             return self._logits[:num_rows]
         self._newest = self._tokens[:num_rows].clone()

@@ -15,7 +15,7 @@ from skipdecode.engine.batch_stats import BatchStats
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefill import allocate_cache, pad_prompts
-from skipdecode.engine.prefix_sharing import Sharing
+from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import Completion, DecodeText, Request, Row, complete
 from skipdecode.engine.static_batch import CHECK_EVERY, COMPACT_AT, StaticBatch, now
 from skipdecode.model.decoder import Decoder
@@ -58,7 +58,7 @@ def generate(
     batch_rows: int | None = None,
     compact: bool = True,
     graphs: CudaGraphs | None = None,
-    sharing: Sharing | None = None,
+    sharing: PrefixSharing | None = None,
 ) -> BatchResult:
     """Continues every request under `schedule`; completions in the order of the requests.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.prefix_sharing import Allocate, SharedPrompts, Sharing
+from skipdecode.engine.prefix_sharing import Allocate, PrefixSharing, SharedPrompts
 from skipdecode.engine.request import Request
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import wants_all_heads
@@ -54,7 +54,7 @@ def feed_prompts(
     *,
     num_pad: Tensor | None = None,
     in_equal_parts: bool = False,
-    only_likeliest: bool = False,
+    return_argmax: bool = False,
 ) -> Tensor:
     """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V], or its likeliest token, [B].
 
@@ -74,7 +74,7 @@ def feed_prompts(
         part = slice(at, min(at + rows, whole))
         view = cache.alone(at) if are_alone else cache.view(part.start, part.stop)
         fed = slice(cache.paddings[at] if are_alone and cache.paddings is not None else 0, None)
-        made.append(model(tokens[part, fed], positions[part, fed], view, plan, only_likeliest=only_likeliest))
+        made.append(model(tokens[part, fed], positions[part, fed], view, plan, return_argmax=return_argmax))
     cache.length += tokens.shape[1]
     return torch.cat(made)
 
@@ -83,7 +83,7 @@ def shared_prompts(
     model: Decoder,
     requests: Sequence[Request],
     schedule: Schedule,
-    sharing: Sharing,
+    sharing: PrefixSharing,
     allocate: Allocate,
     *,
     copies: bool,
@@ -133,14 +133,14 @@ def allocate_cache(
 
     `paddings` as in `KVCache`.
     """
-    owners, capacities = _capacities(model, columns, schedule, num_new)
+    sharing_map, capacities = _capacities(model, columns, schedule, num_new)
     if graphs is not None:
-        return graphs.allocate(num_pad, capacities, owners, is_masked=is_masked, paddings=paddings)
+        return graphs.allocate(num_pad, capacities, sharing_map, is_masked=is_masked, paddings=paddings)
     return KVCache.allocate(
         model.config,
         num_pad=num_pad,
         capacities=capacities,
-        owners=owners,
+        sharing_map=sharing_map,
         dtype=model.dtype,
         is_masked=is_masked,
         devices=None if model.placement is None else model.placement.of_layers,
@@ -150,12 +150,12 @@ def allocate_cache(
 
 def has_room(graphs: CudaGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
     """Whether `allocate_cache` finds memory in `graphs` for so many rows now."""
-    owners, capacities = _capacities(graphs.model, columns, schedule, num_new)
-    return graphs.has_room(num_rows, capacities, owners)
+    sharing_map, capacities = _capacities(graphs.model, columns, schedule, num_new)
+    return graphs.has_room(num_rows, capacities, sharing_map)
 
 
 def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
     """[L] owners and columns of each layer."""
-    owners = kv_sharing_map(schedule, model.config.kv_group_size)
-    columns_of = kv_capacities(owners, schedule, columns, num_new)
-    return owners, [columns_of[owner] for owner in owners]
+    sharing_map = kv_sharing_map(schedule, model.config.kv_group_size)
+    columns_of = kv_capacities(sharing_map, schedule, columns, num_new)
+    return sharing_map, [columns_of[owner] for owner in sharing_map]

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.cost.roofline import SharedShape
-from skipdecode.kv.static_cache import KVCache, SharedHeads
+from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 
-HEAD_STEP = 2  # tokens of a head come in these
+PREFIX_STEP = 2  # tokens of a head come in these
 
 
 class Allocate(Protocol):
@@ -36,7 +36,7 @@ class Allocate(Protocol):
 
 
 @dataclass(frozen=True)
-class Sharing:
+class PrefixSharing:
     """The heads of a batch, and who begins with them. Each comes behind the one that it begins with itself."""
 
     heads: tuple[tuple[int, ...], ...]
@@ -83,7 +83,7 @@ class Sharing:
         return SharedShape(tuple(passes), 0 if copies else once)
 
 
-def share(prompts: Sequence[Sequence[int]], marks: Sequence[Sequence[int]]) -> Sharing | None:
+def share_prefixes(prompts: Sequence[Sequence[int]], marks: Sequence[Sequence[int]]) -> PrefixSharing | None:
     """The heads of these prompts that end at the `marks` of each (rising numbers of tokens), as far as two begin with
     them; None where there are none."""
     users: dict[tuple[int, ...], set[tuple[int, ...] | int]] = {}
@@ -93,7 +93,7 @@ def share(prompts: Sequence[Sequence[int]], marks: Sequence[Sequence[int]]) -> S
         above: tuple[int, ...] = ()
         for end in ends:
             assert len(above) < end < len(prompt), (ends, len(prompt))
-            assert end % HEAD_STEP == 0, end
+            assert end % PREFIX_STEP == 0, end
             head = tuple(prompt[:end])
             users.setdefault(head, set())
             users.setdefault(above, set()).add(head)
@@ -118,7 +118,7 @@ def share(prompts: Sequence[Sequence[int]], marks: Sequence[Sequence[int]]) -> S
         depth[head] = depth[parent[head]] + 1
     heads = sorted(parent, key=lambda head: depth[head])
     place = {head: at for at, head in enumerate(heads)} | {(): -1}
-    return Sharing(tuple(heads), tuple(place[parent[h]] for h in heads), tuple(place[h] for h in of_row))
+    return PrefixSharing(tuple(heads), tuple(place[parent[h]] for h in heads), tuple(place[h] for h in of_row))
 
 
 class SharedPrompts:
@@ -129,7 +129,7 @@ class SharedPrompts:
         model: Decoder,
         prompts: Sequence[Sequence[int]],
         schedule: Schedule,
-        sharing: Sharing,
+        sharing: PrefixSharing,
         allocate: Allocate,
         *,
         rows_at_once: Callable[[int, int], int],
@@ -149,9 +149,9 @@ class SharedPrompts:
         if not self.copies:
             lengths = to_device([len(head) for head in sharing.heads], model.device)
             of_row = to_device(sharing.of_row, model.device)
-            self.cache.shared = SharedHeads(self._heads.k, self._heads.v, self._heads.owners, lengths, of_row)
+            self.cache.shared = SharedPrefixKV(self._heads.k, self._heads.v, self._heads.sharing_map, lengths, of_row)
 
-    def feed(self, plan: LayerPlan, *, only_likeliest: bool = False) -> Tensor:
+    def feed(self, plan: LayerPlan, *, return_argmax: bool = False) -> Tensor:
         """As `prompts.feed_prompts`, heads first."""
         if not self.model.takes_unpadded(self._heads.k[0]):
             _clear_padding(self._heads)
@@ -160,7 +160,7 @@ class SharedPrompts:
             _clear_padding(self.cache)
             _copy(self._heads, self.sharing.of_row, self.cache)
             del self._heads
-        return self._feed(self.tokens, self.cache, self._before, plan, only_likeliest=only_likeliest)
+        return self._feed(self.tokens, self.cache, self._before, plan, return_argmax=return_argmax)
 
     def _feed_heads(self, plan: LayerPlan) -> None:
         """Those without a parent, then those whose parents are there, and so on."""
@@ -168,10 +168,10 @@ class SharedPrompts:
             level, parents = self._heads.view(at.start, at.stop), self.sharing.parents[at.start : at.stop]
             _copy(self._heads, parents, level)
             before = self.sharing.lengths(parents)
-            self._feed(self._head_tokens[at.start : at.stop], level, before, plan, only_likeliest=True)
+            self._feed(self._head_tokens[at.start : at.stop], level, before, plan, return_argmax=True)
 
     def _feed(
-        self, tokens: Tensor, cache: KVCache, had: Sequence[int], plan: LayerPlan, *, only_likeliest: bool
+        self, tokens: Tensor, cache: KVCache, had: Sequence[int], plan: LayerPlan, *, return_argmax: bool
     ) -> Tensor:
         """What `cache` lacks of prompts [B, P] of which it has `had` [B] tokens each, or shares them; some rows at a
         time."""
@@ -193,22 +193,20 @@ class SharedPrompts:
             elif is_unpadded:  # others run them again: a few tokens, and all rows are fed as many
                 positions = torch.where(positions >= before[part, None], positions, -1)
             fed, ends = tokens[part, columns - T :], before[part].contiguous()
-            made.append(
-                self.model(fed, positions.clamp(min=-1), view, plan, only_likeliest=only_likeliest, before=ends)
-            )
+            made.append(self.model(fed, positions.clamp(min=-1), view, plan, return_argmax=return_argmax, before=ends))
         cache.length = columns
         return torch.cat(made)
 
 
-def _cache_of_heads(model: Decoder, sharing: Sharing, schedule: Schedule) -> KVCache:
-    columns, owners = max(map(len, sharing.heads)), kv_sharing_map(schedule, model.config.kv_group_size)
+def _cache_of_heads(model: Decoder, sharing: PrefixSharing, schedule: Schedule) -> KVCache:
+    columns, sharing_map = max(map(len, sharing.heads)), kv_sharing_map(schedule, model.config.kv_group_size)
     paddings = _paddings(sharing.heads)
     return KVCache.allocate(
         model.config,
         num_pad=to_device(paddings, model.device),
         paddings=paddings,
-        capacities=[columns] * len(owners),
-        owners=owners,
+        capacities=[columns] * len(sharing_map),
+        sharing_map=sharing_map,
         dtype=model.dtype,
     )
 
@@ -222,7 +220,7 @@ def _copy(heads: KVCache, of_row: Sequence[int], cache: KVCache) -> None:
     at = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[rows]  # [N] columns of the heads
     source = to_device(of_row, device)[rows]
     first, to = heads.num_pad[source] + at, cache.num_pad[rows] + at
-    for owner in set(cache.owners):
+    for owner in set(cache.sharing_map):
         for own, held in ((cache.k[owner], heads.k[owner]), (cache.v[owner], heads.v[owner])):
             own[rows, :, to] = held[source, :, first]  # [N, G, K]
 
@@ -230,7 +228,7 @@ def _copy(heads: KVCache, of_row: Sequence[int], cache: KVCache) -> None:
 def _clear_padding(cache: KVCache) -> None:
     """Zeros where attention behind a mask reads what was never fed."""
     most = max(_known(cache))
-    for owner in set(cache.owners):
+    for owner in set(cache.sharing_map):
         for memory in (cache.k[owner], cache.v[owner]):
             memory[:, :, :most] = 0
 

@@ -20,7 +20,7 @@ from skipdecode.engine.batch_stats import BatchStats
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
-from skipdecode.engine.prefix_sharing import SharedPrompts, Sharing
+from skipdecode.engine.prefix_sharing import PrefixSharing, SharedPrompts
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
@@ -30,7 +30,7 @@ from skipdecode.schedules.plan import Schedule
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
-LOOKS_BEHIND = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
+MAX_PENDING = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
 
 
 class StaticBatch:
@@ -48,22 +48,22 @@ class StaticBatch:
         batch_rows: int | None = None,
         compact_at: float = COMPACT_AT,
         check_every: int | None = None,
-        looks_behind: int | None = None,
+        max_pending: int | None = None,
         graphs: CudaGraphs | None = None,
-        sharing: Sharing | None = None,
+        sharing: PrefixSharing | None = None,
     ) -> None:
         """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
-        `check_every`, `looks_behind`: None, as the device wants it. The others as in `generate`."""
+        `check_every`, `max_pending`: None, as the device wants it. The others as in `generate`."""
         assert requests, "an empty batch"
         begun = now(model.device)
         refuse_too_long(requests, model.config.max_position_embeddings)
         self.model, self.schedule, self._graphs = model, schedule, graphs
         self.rows = [Row(request) for request in requests]
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
-        self._looks: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(
+        self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(
             model.device
         )  # whose tokens, whose log-probabilities
-        self._looks_behind = LOOKS_BEHIND[model.device.type] if looks_behind is None else looks_behind
+        self._max_pending = MAX_PENDING[model.device.type] if max_pending is None else max_pending
         self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
         self._has_fixed_shape = has_fixed_shape = batch_rows is not None
@@ -125,7 +125,7 @@ class StaticBatch:
         start = now(self.model.device)
         plan = self.schedule.prefill()
         if self._shared is not None:
-            made = self._shared.feed(plan, only_likeliest=self._is_plain)
+            made = self._shared.feed(plan, return_argmax=self._needs_argmax_only)
             self._shared = None  # what is copied need not be kept
         else:
             made = feed_prompts(
@@ -134,11 +134,11 @@ class StaticBatch:
                 self._cache,
                 plan,
                 in_equal_parts=self._has_fixed_shape,
-                only_likeliest=self._is_plain,
+                return_argmax=self._needs_argmax_only,
             )
         self._choose(made)
         self.stats.prefill_s += now(self.model.device) - start
-        self._look_if_due()
+        self._read_output_if_due()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -151,45 +151,45 @@ class StaticBatch:
         stats.batch_rows.append(len(newest))
         ffns.start(plan, k)
         if self._graphs is not None:
-            made = self._graphs(newest, cache, plan, ffns, only_likeliest=self._is_plain)
+            made = self._graphs(newest, cache, plan, ffns, return_argmax=self._needs_argmax_only)
         else:
             positions = cache.next_positions[:, None]  # [B, 1]
             if self._longest + k > (last := self.model.config.max_position_embeddings - 1):
                 positions = positions.clamp(max=last)  # only ended rows get that far
-            made = self.model(newest[:, None], positions, cache, plan, ffns, only_likeliest=self._is_plain)
+            made = self.model(newest[:, None], positions, cache, plan, ffns, return_argmax=self._needs_argmax_only)
         self._choose(made)
         stats.deferred_ffn_rows.append(ffns.rows_run)
-        self._look_if_due()
+        self._read_output_if_due()
 
     @property
-    def _is_plain(self) -> bool:
+    def _needs_argmax_only(self) -> bool:
         """Nobody wants more of the logits than the likeliest token."""
         return self._sampler.is_greedy and not self._logprobs.is_asked
 
     def _choose(self, made: Tensor) -> None:
-        """The next token of every row from [B, V] logits, or those tokens [B] themselves (`_is_plain`)."""
-        self._newest = made if self._is_plain else self._sampler(made, self._num_made)  # [B]
+        """The next token of every row from [B, V] logits, or those tokens [B] themselves (`_needs_argmax_only`)."""
+        self._newest = made if self._needs_argmax_only else self._sampler(made, self._num_made)  # [B]
         self._made.append(self._newest)
         self._num_made += 1
         if self._logprobs.is_asked:
             self._logprobs.see(made, self._newest)
 
-    def _look_if_due(self) -> None:
+    def _read_output_if_due(self) -> None:
         is_last = self._num_made == self.num_new
         if len(self._made) == self.check_every or is_last:
             asking, seen = self._logprobs.take()
             made = self._made[0][:, None] if len(self._made) == 1 else torch.stack(self._made, dim=1)
-            self._looks.send([made, *seen], (self._live, asking))
+            self._output.send([made, *seen], (self._live, asking))
             self._made = []
         # Nobody waits for the first tokens longer than need be; counts are not copied ahead.
         is_eager = is_last or self._num_made == 1 or self._ffns.has_counts
-        while self._looks.num_sent > (0 if is_eager else self._looks_behind):
-            self._look()
+        while self._output.num_pending > (0 if is_eager else self._max_pending):
+            self._read_output()
 
-    def _look(self) -> None:
+    def _read_output(self) -> None:
         """Looks at the tokens sent first; drops ended rows when enough have ended."""
         rows = self.rows
-        (tokens, *seen), (live, asking) = self._looks.take()  # [B, n]
+        (tokens, *seen), (live, asking) = self._output.take()  # [B, n]
         give(asking, seen)
         if self._ffns.has_counts:
             for index, ran in zip(live, self._ffns.history(), strict=False):

@@ -114,9 +114,9 @@ class Layout:
     """Of each layer that has memory of its own; what others share is that of one of these."""
 
     @classmethod
-    def of(cls, config: DecoderConfig, rows: int, capacities: Sequence[int], owners: Sequence[int]) -> "Layout":
+    def of(cls, config: DecoderConfig, rows: int, capacities: Sequence[int], sharing_map: Sequence[int]) -> "Layout":
         """`capacities` [L] are rounded up, so that every row begins at a whole 16 numbers."""
-        columns = {owner: -(-capacities[owner] // ALIGNMENT) * ALIGNMENT for owner in sorted(set(owners))}
+        columns = {owner: -(-capacities[owner] // ALIGNMENT) * ALIGNMENT for owner in sorted(set(sharing_map))}
         return cls(rows, config.num_kv_heads, config.head_dim, columns)
 
     @property
@@ -154,7 +154,7 @@ class GraphedCache(KVCache):
         pool: CachePool,
         layout: Layout,
         num_pad: Tensor,
-        owners: Sequence[int],
+        sharing_map: Sequence[int],
         *,
         is_masked: bool = False,
         paddings: Sequence[int] | None = None,
@@ -168,12 +168,12 @@ class GraphedCache(KVCache):
             for name, at in (("k", k_at), ("v", v_at)):
                 memory = pool.memory[at : at + torch.Size(shape).numel()].view(shape)
                 own[name, owner] = memory[: len(num_pad)]
-        k, v = [own["k", owner] for owner in owners], [own["v", owner] for owner in owners]
-        cache = cls(k, v, num_pad, owners, is_masked=is_masked, paddings=paddings)
+        k, v = [own["k", owner] for owner in sharing_map], [own["v", owner] for owner in sharing_map]
+        cache = cls(k, v, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
         cache.part, cache.serial = part, next(_serials)
         cache.is_masked = cache.valid is not None  # so that nobody waits to see whether rows that stay are padded
         cache.where = to_device(
-            [places[owner] for owner in owners], num_pad.device
+            [places[owner] for owner in sharing_map], num_pad.device
         )  # other cohorts' steps run meanwhile
         return cache
 
@@ -184,12 +184,14 @@ class GraphedCache(KVCache):
 
     def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
         chosen = to_device(rows, self.num_pad.device)
-        for owner in self.owners_of(runs):
+        for owner in self.storing_layers(runs):
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for memory in (self.k[owner], self.v[owner]):
                 memory[: len(rows), :, filled] = memory[:, :, filled][chosen]  # indexing copies first
         first = slice(len(rows))  # leading rows: the same addresses and strides, however many
-        return self._with({owner: (self.k[owner][first], self.v[owner][first]) for owner in set(self.owners)}, rows)
+        return self._with(
+            {owner: (self.k[owner][first], self.v[owner][first]) for owner in set(self.sharing_map)}, rows
+        )
 
     def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
         cache = super()._with(own, rows)

@@ -92,19 +92,19 @@ class SlotCache:
     def __init__(
         self,
         config: DecoderConfig,
-        owners: Sequence[int],
+        sharing_map: Sequence[int],
         ends: Sequence[int],
         *,
         dtype: torch.dtype,
         device: torch.device,
         is_closed: bool = False,
     ) -> None:
-        """`owners` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run. `is_closed`: rows
-        come once, and memory is that of these."""
-        self._config, self._owners, self._dtype, self._device = config, list(owners), dtype, device
+        """`sharing_map` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run. `is_closed`:
+        rows come once, and memory is that of these."""
+        self._config, self._sharing_map, self._dtype, self._device = config, list(sharing_map), dtype, device
         self._backend, self._is_closed = backend_on(device), is_closed
         # what layers share is as long as the longest of them needs, which comes last
-        self._ends = dict(sorted(zip(owners, ends, strict=True)))
+        self._ends = dict(sorted(zip(sharing_map, ends, strict=True)))
         self.prompts: list[int] = []
         """Prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
@@ -133,8 +133,8 @@ class SlotCache:
         self.keep([])
         self._k, self._v = self._allocate(len(prompts), self._columns(prompts, limits))
         self._num_rows = len(prompts)
-        (k, v), pads = ([own[owner] for owner in self._owners] for own in (self._k, self._v)), [0] * len(prompts)
-        return KVCache(k, v, to_device(pads, self._device, torch.int64), self._owners, paddings=pads)
+        (k, v), pads = ([own[owner] for owner in self._sharing_map] for own in (self._k, self._v)), [0] * len(prompts)
+        return KVCache(k, v, to_device(pads, self._device, torch.int64), self._sharing_map, paddings=pads)
 
     def fill(self, rows: Sequence[int], prompts: Sequence[int], limits: Sequence[int]) -> None:
         """The batch is `rows` of those that `open` made room for, whose prompts are fed by now."""
@@ -209,7 +209,7 @@ class SlotCache:
 
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of all rows of the batch: [B, G, columns of the layer, K]."""
-        owner, rows = self._owners[layer], slice(self.first, self.first + self.num_rows)
+        owner, rows = self._sharing_map[layer], slice(self.first, self.first + self.num_rows)
         if self.num_rows == self._num_rows:  # 2 L slices are a tenth of a small model's step
             return self._k[owner], self._v[owner]
         return self._k[owner][rows], self._v[owner][rows]
@@ -237,18 +237,18 @@ class SlotCache:
 
     def memory(self, layer: int, start: int, end: int) -> Columns:
         """As `KVCache.columns`: every row has its own."""
-        owner, rows = self._owners[layer], slice(self.first + start, self.first + end)
+        owner, rows = self._sharing_map[layer], slice(self.first + start, self.first + end)
         return Columns(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
 
     def write(self, layer: int, start: int, end: int, k: Tensor, v: Tensor) -> None:
         """Stores [n, G, 1, K] in each row's own column."""
-        owner, rows, at = self._owners[layer], self._rows[start:end], self._at[start:end]
+        owner, rows, at = self._sharing_map[layer], self._rows[start:end], self._at[start:end]
         self._k[owner][rows, :, at] = k[:, :, 0]
         self._v[owner][rows, :, at] = v[:, :, 0]
 
     def visible(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """K and V [n, G, S, K], and [n, 1, 1, S] bool: True = may attend, which is up to a row's own column."""
-        owner, columns = self._owners[layer], self._visible[start] + 1
+        owner, columns = self._sharing_map[layer], self._visible[start] + 1
         rows = slice(self.first + start, self.first + end)
         mask = self._mask[start:end, :, :, :columns]
         return self._k[owner][rows, :, :columns], self._v[owner][rows, :, :columns], mask

@@ -23,14 +23,14 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.view import StepView, attention, causal_mask, diagonal
 
 
-class SharedHeads:
+class SharedPrefixKV:
     """k[l], v[l]: [R, G, S, K], the columns of every head up to its end, so that all end together."""
 
     def __init__(
-        self, k: Sequence[Tensor], v: Sequence[Tensor], owners: Sequence[int], lengths: Tensor, of_row: Tensor
+        self, k: Sequence[Tensor], v: Sequence[Tensor], sharing_map: Sequence[int], lengths: Tensor, of_row: Tensor
     ) -> None:
         """`lengths` [R] int64; `of_row` [B] int64: the head that a row begins with, -1: none."""
-        self._k, self._v, self._owners, self._lengths, self._of_row = k, v, owners, lengths, of_row
+        self._k, self._v, self._sharing_map, self._lengths, self._of_row = k, v, sharing_map, lengths, of_row
         has_head = of_row >= 0
         chosen = of_row.clamp(min=0)
         self.counts = torch.where(has_head, lengths[chosen], 0)
@@ -41,21 +41,21 @@ class SharedHeads:
     @property
     def memory(self) -> list[Tensor]:
         """All of it, once."""
-        return [t[owner] for owner in set(self._owners) for t in (self._k, self._v)]
+        return [t[owner] for owner in set(self._sharing_map) for t in (self._k, self._v)]
 
     def columns(self, layer: int) -> SharedColumns:
         return SharedColumns(self._k[layer], self._v[layer], self._where, self.counts)
 
-    def of(self, rows: Tensor | slice) -> "SharedHeads":
+    def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
         """For some of the rows, the same memory."""
-        return SharedHeads(self._k, self._v, self._owners, self._lengths, self._of_row[rows].contiguous())
+        return SharedPrefixKV(self._k, self._v, self._sharing_map, self._lengths, self._of_row[rows].contiguous())
 
 
 class KVCache:
     """k[l], v[l]: [B, G, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
 
     `shared`: where the heads of prompts are that several rows read; then the columns here are those behind them.
-    `owners` [L]: whose memory a layer's K and V are; its own, unless neighbours share theirs (AcrossKV).
+    `sharing_map` [L]: whose memory a layer's K and V are; its own, unless neighbours share theirs (AcrossKV).
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class KVCache:
         k: list[Tensor],
         v: list[Tensor],
         num_pad: Tensor,
-        owners: Sequence[int],
+        sharing_map: Sequence[int],
         *,
         is_masked: bool = False,
         paddings: Sequence[int] | None = None,
     ) -> None:
         """`paddings` [B]: `num_pad` on the host, which then asks no device; None: not known there."""
-        self.k, self.v, self.owners, self.is_masked = k, v, owners, is_masked
+        self.k, self.v, self.sharing_map, self.is_masked = k, v, sharing_map, is_masked
         self.num_pad, self.paddings = num_pad, paddings  # [B] int64, columns of left padding
         self.length = 0
-        self.shared: SharedHeads | None = None
+        self.shared: SharedPrefixKV | None = None
         self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it, always in the same memory
         self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # calls that `run` keeps
         self._elsewhere: dict[torch.device, Self] = {}
@@ -90,7 +90,7 @@ class KVCache:
         *,
         num_pad: Tensor,
         capacities: Sequence[int],
-        owners: Sequence[int] | None = None,
+        sharing_map: Sequence[int] | None = None,
         dtype: torch.dtype,
         is_masked: bool = False,
         devices: Sequence[torch.device] | None = None,
@@ -98,23 +98,26 @@ class KVCache:
     ) -> "KVCache":
         """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`).
 
-        `owners`: None when no layers share; those that do have the capacity of their owner. `devices` [L]: None: all
-        where `num_pad` is.
+        `sharing_map`: None when no layers share; those that do have the capacity of their owner. `devices` [L]: None:
+        all where `num_pad` is.
         """
-        owners = range(len(capacities)) if owners is None else owners
-        assert len(capacities) == len(owners) == config.num_hidden_layers, (len(capacities), config.num_hidden_layers)
+        sharing_map = range(len(capacities)) if sharing_map is None else sharing_map
+        assert len(capacities) == len(sharing_map) == config.num_hidden_layers, (
+            len(capacities),
+            config.num_hidden_layers,
+        )
         rows, heads, dim = len(num_pad), config.num_kv_heads, config.head_dim
 
         where = [num_pad.device] * len(capacities) if devices is None else devices
-        shapes = {owner: (rows, heads, capacities[owner], dim) for owner in sorted(set(owners))}
+        shapes = {owner: (rows, heads, capacities[owner], dim) for owner in sorted(set(sharing_map))}
         own = _memory(shapes, dtype, where)
-        k, v = [own[owner][0] for owner in owners], [own[owner][1] for owner in owners]
-        return cls(k, v, num_pad, owners, is_masked=is_masked, paddings=paddings)
+        k, v = [own[owner][0] for owner in sharing_map], [own[owner][1] for owner in sharing_map]
+        return cls(k, v, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
 
     @property
     def nbytes(self) -> int:
         """Bytes held for K and V; what layers or rows share counts once."""
-        own = [t for owner in set(self.owners) for t in (self.k[owner], self.v[owner])]
+        own = [t for owner in set(self.sharing_map) for t in (self.k[owner], self.v[owner])]
         own += self.shared.memory if self.shared else []
         return sum(t.numel() * t.element_size() for t in own)
 
@@ -187,7 +190,7 @@ class KVCache:
     def view(self, start: int, end: int) -> Self:
         """The rows start..end-1, in the same memory, with a `length` of its own."""
         rows = slice(start, end)
-        return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.owners)}, rows)
+        return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.sharing_map)}, rows)
 
     def on(self, device: torch.device) -> Self:
         """The same memory, for the layers on that device, with what they ask for there; made once."""
@@ -195,7 +198,9 @@ class KVCache:
             return self
         if device not in self._elsewhere:
             num_pad = self.num_pad.to(device, non_blocking=True)
-            made = type(self)(self.k, self.v, num_pad, self.owners, is_masked=self.is_masked, paddings=self.paddings)
+            made = type(self)(
+                self.k, self.v, num_pad, self.sharing_map, is_masked=self.is_masked, paddings=self.paddings
+            )
             self._elsewhere[device] = made
         other = self._elsewhere[device]
         other.length = self.length
@@ -217,13 +222,13 @@ class KVCache:
         assert self.length == 0, "columns would be others than they were"
         assert self.paddings is not None, "nobody knows where the row begins"
         pad, rows, own = self.paddings[row], slice(row, row + 1), {}
-        for owner in set(self.owners):
+        for owner in set(self.sharing_map):
             memory = self.k[owner][rows], self.v[owner][rows]
             for one in memory:
                 one[:, :, :pad] = 0
             own[owner] = [one[:, :, pad:] for one in memory]
-        k, v = ([own[owner][which] for owner in self.owners] for which in range(2))
-        return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.owners, paddings=[0])
+        k, v = ([own[owner][which] for owner in self.sharing_map] for which in range(2))
+        return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.sharing_map, paddings=[0])
 
     def at(self, length: int) -> Self:
         """The same memory, of which `length` columns count as filled."""
@@ -236,8 +241,8 @@ class KVCache:
 
         `runs` [L]: whose attention a later step runs; what other layers hold is given up.
         """
-        left, shapes = self.owners_of(runs), {}
-        for owner in sorted(set(self.owners)):
+        left, shapes = self.storing_layers(runs), {}
+        for owner in sorted(set(self.sharing_map)):
             _, heads, columns, dim = self.k[owner].shape
             shapes[owner] = (len(rows), heads, columns if owner in left else 0, dim)
         own = _memory(shapes, self.k[0].dtype, [t.device for t in self.k])
@@ -248,18 +253,18 @@ class KVCache:
                 new[:, :, filled] = old[:, :, filled][there[old.device]]
         return self._with(own, rows)
 
-    def owners_of(self, runs: Sequence[bool]) -> list[int]:
+    def storing_layers(self, runs: Sequence[bool]) -> list[int]:
         """Whose memory the layers that run read."""
-        return sorted({owner for owner, is_run in zip(self.owners, runs, strict=True) if is_run})
+        return sorted({owner for owner, is_run in zip(self.sharing_map, runs, strict=True) if is_run})
 
     def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
         """These rows of the cache in other memory, which is given by owner."""
-        k, v = [own[owner][0] for owner in self.owners], [own[owner][1] for owner in self.owners]
+        k, v = [own[owner][0] for owner in self.sharing_map], [own[owner][1] for owner in self.sharing_map]
         chosen = rows if isinstance(rows, slice) else to_device(rows, self.num_pad.device)
         known = None
         if self.paddings is not None:
             known = self.paddings[rows] if isinstance(rows, slice) else [self.paddings[row] for row in rows]
-        cache = type(self)(k, v, self.num_pad[chosen], self.owners, is_masked=self.is_masked, paddings=known)
+        cache = type(self)(k, v, self.num_pad[chosen], self.sharing_map, is_masked=self.is_masked, paddings=known)
         cache.length = self.length
         cache.shared = None if self.shared is None else self.shared.of(chosen)
         return cache

@@ -6,7 +6,6 @@ what a layer computes (`layers`), and how weights are read and saved (`weights`)
 B rows, T new columns, D width, E embedding width, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -26,12 +25,9 @@ from skipdecode.model.layer_loop import run_layers, run_placed
 from skipdecode.model.linear import Linear, pack, product
 from skipdecode.model.pipeline_parallel import Placement, in_phases
 from skipdecode.model.sampler import argmax
-from skipdecode.model.swiftkv import SwiftKV, hf_parts
+from skipdecode.model.swiftkv import SwiftKV
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan
-
-ADDED_PARTS: dict[str, Callable[[str, DecoderConfig], list[tuple[str, int]]]] = {"swift": hf_parts}
-"""Modules that a method adds to a model, and how folders call their weights (as `weights.hf_parts`)."""
 
 
 class Decoder(nn.Module):
@@ -106,14 +102,9 @@ class Decoder(nn.Module):
         assert not self.is_packed, "packed weights cannot be shared"
         with torch.device("meta"):
             other = Decoder(replace(self.config, swiftkv=shape))
-        own = {name: value for name, value in self.state_dict().items() if name.partition(".")[0] not in ADDED_PARTS}
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("swift.")}
         other.load_state_dict(own, strict=False, assign=True)
         return other.eval().requires_grad_(False)
-
-    @property
-    def added(self) -> SwiftKV | None:
-        """What a method has added to the model; there are then plans that leave weights out, of either."""
-        return self.swift
 
     @property
     def is_packed(self) -> bool:
@@ -239,12 +230,12 @@ class Decoder(nn.Module):
         plan: LayerPlan,
         ffns: FFNExecutor = ALL_ROWS,
         *,
-        only_likeliest: bool = False,
+        return_argmax: bool = False,
         before: Tensor | None = None,
     ) -> Tensor:
         """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
 
-        `ffns`: who runs the batch's feed-forward blocks. `only_likeliest`: the likeliest token instead, [B] int64.
+        `ffns`: who runs the batch's feed-forward blocks. `return_argmax`: the likeliest token instead, [B] int64.
         `before` [B] int64: the columns are the ends of prompts, of which so many tokens are in `cache` or shared.
         """
         T = tokens.shape[1]
@@ -254,7 +245,7 @@ class Decoder(nn.Module):
             assert before is None, "heads of prompts are shared on one device"
             last = self._in_parts(self.placement, tokens, positions, cache, ranges)
             cache.length += T
-            return self.argmax(last) if only_likeliest else self.head(last)
+            return self.argmax(last) if return_argmax else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_table)
         if ranges.last_token_at is not None and self.takes_unpadded(cache.k[0]):
             kv = prompts = PromptsView(cache, positions, self.rotary_table, before)
@@ -262,7 +253,7 @@ class Decoder(nn.Module):
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
         cache.length += T
-        return self.argmax(last) if only_likeliest else self.head(last)
+        return self.argmax(last) if return_argmax else self.head(last)
 
     def _in_parts(
         self, placement: Placement, tokens: Tensor, positions: Tensor, cache: KVCache, ranges: LayerRanges

@@ -20,19 +20,9 @@ from skipdecode.backends.backend import FusedLayer
 from skipdecode.kv.view import KVView, MovableView
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer import Layer
-from skipdecode.model.linear import Linear
 from skipdecode.model.pipeline_parallel import Placement, cut, finish, launching_on
+from skipdecode.model.swiftkv import SwiftKV
 from skipdecode.schedules.layer_ranges import ALL, LayerRanges
-
-
-class UpperKV(Protocol):
-    """What a method adds to a model whose upper layers have keys and values from one state."""
-
-    def write(self, h: Tensor, kv: KVView, attn: Sequence[bool], layers: Sequence[Layer]) -> None:
-        """Stores K and V of the upper layers that `attn` [L] runs, from the state h [B, T, D] that enters the first."""
-
-    def query(self, layer: int) -> Linear:
-        """The projection that makes the queries of an upper layer, D -> H K."""
 
 
 class Layered(Protocol):
@@ -45,7 +35,9 @@ class Layered(Protocol):
     @property
     def layers(self) -> list[Layer]: ...
     @property
-    def added(self) -> UpperKV | None: ...
+    def swift(self) -> SwiftKV | None:
+        """SwiftKV's weights, in a model that has them."""
+
     def rotary_table_on(self, device: torch.device) -> Tensor | None:
         """The table of `rope.rotary_table` on a device."""
 
@@ -96,9 +88,9 @@ def _run(
         attn, ffn = ranges.attn[i], ranges.ffn[i]
         is_upper = attn is not None and ranges.kv_layers is not None and i >= ranges.kv_layers
         if is_upper and (new := ranges.entering(i, entered)) is not None:
-            assert model.added is not None, "a plan for upper layers' K and V from one state, and a model without"
+            assert model.swift is not None, "a plan for upper layers' K and V from one state, and a model without"
             part = h if new == ALL else h[new]
-            model.added.write(part, kv.part(new), ranges.layers_of(new), layers)
+            model.swift.write(part, kv.part(new), ranges.layers_of(new), layers)
             entered = attn
         if i == ranges.last_token_at:
             if attn is not None and not is_upper:
@@ -107,7 +99,7 @@ def _run(
         call = layer_call(recompute=recompute)
         feeds_too = ffn is not None and ffn == attn and not (ranges.deferred_ffns and ranges.deferred_ffns[i])
         if attn is not None:
-            queries = model.added if is_upper else None
+            queries = model.swift if is_upper else None
             run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, queries=queries, call=call)
             h = _on(h, attn, ranges.axis, run)
         if ffn is not None and not feeds_too:
@@ -128,7 +120,7 @@ def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
 
 def _run_group(
     layers: Sequence[Layer], group: Sequence[int], kv: KVView, h: Tensor, *,
-    feeds: bool, queries: UpperKV | None, call: Callable[..., Tensor],
+    feeds: bool, queries: SwiftKV | None, call: Callable[..., Tensor],
 ) -> Tensor:  # fmt: skip
     """Attention of the layers of a group, and feed-forward where it `feeds`; `queries`: whose; None: their own."""
     if kv.has_kernels:

@@ -113,7 +113,7 @@ class ForcedView:
     """[B, 1, n, n] bool; None: causal, no padding."""
     table: Tensor | None
     """Of `rope.rotary_table`."""
-    owners: Sequence[int]
+    sharing_map: Sequence[int]
     """[L] whose K and V a layer attends to, where it has none of its own."""
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By owner, of all columns: [B, G, S, K] each (SwiftKV)."""
@@ -128,7 +128,7 @@ class ForcedView:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is None or v is None:
-            k, v = (t[:, :, : q.shape[2]] for t in self.shared[self.owners[layer]])
+            k, v = (t[:, :, : q.shape[2]] for t in self.shared[self.sharing_map[layer]])
         return attention(q, k, v, self.mask)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -147,14 +147,14 @@ class ForcedView:
         if n == self.positions.shape[1]:
             return self
         mask = None if self.mask is None else self.mask[:, :, :n, :n]
-        return ForcedView(self.positions[:, :n], mask, self.table, self.owners, self.shared)
+        return ForcedView(self.positions[:, :n], mask, self.table, self.sharing_map, self.shared)
 
     def on(self, device: torch.device, table: Tensor | None) -> "ForcedView":
         self.moved.setdefault(self.positions.device, (self.positions, self.mask))
         if device not in self.moved:
             mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
             self.moved[device] = self.positions.to(device, non_blocking=True), mask
-        return ForcedView(*self.moved[device], table, self.owners, self.shared, self.moved)
+        return ForcedView(*self.moved[device], table, self.sharing_map, self.shared, self.moved)
 
     def last(self, h: Tensor) -> tuple[Tensor, "ForcedView"]:
         raise AssertionError("every column's state is wanted")

@@ -6,7 +6,7 @@ import torch
 
 from skipdecode.engine.generate import BatchResult
 from skipdecode.engine.prefill import rounded_columns
-from skipdecode.engine.prefix_sharing import Sharing
+from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, complete
 from skipdecode.engine.static_batch import now
 from skipdecode.model.decoder import Decoder
@@ -23,7 +23,7 @@ def generate_lossless(
     *,
     decode_text: DecodeText | None = None,
     length: DraftLength | None = None,
-    sharing: Sharing | None = None,
+    sharing: PrefixSharing | None = None,
 ) -> BatchResult:
     """Continues every request with the tokens of full depth; completions in the order of the requests."""
     start = now(model.device)
@@ -33,7 +33,11 @@ def generate_lossless(
 
 @torch.inference_mode()
 def run_to_the_end(
-    batch: SpeculativeBatch, requests: Sequence[Request], sharing: Sharing | None = None, *, start: float | None = None
+    batch: SpeculativeBatch,
+    requests: Sequence[Request],
+    sharing: PrefixSharing | None = None,
+    *,
+    start: float | None = None,
 ) -> BatchResult:
     """The same by an empty batch. `start`: when it was begun (`now`); None: now."""
     model, stats = batch.model, batch.stats

@@ -81,7 +81,7 @@ class UnevenBatch(ContinuousBatch):
 
     def __init__(self, model: Decoder, schedule: FullDepth, decode_text: DecodeText | None, *, is_closed: bool) -> None:
         # looks_behind: the next round stands on what this one makes
-        super().__init__(model, schedule, decode_text=decode_text, looks_behind=0, is_closed=is_closed)
+        super().__init__(model, schedule, decode_text=decode_text, max_pending=0, is_closed=is_closed)
         self._full = LayerRanges.of_plan(schedule.prefill())
         self._depth = schedule.prefill().num_layers_run
         self._device = model.device

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.engine.prefix_sharing import Sharing
+from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row
 from skipdecode.engine.static_batch import now
 from skipdecode.kv.slot_cache import TokensView
@@ -62,7 +62,7 @@ class SpeculativeBatch(UnevenBatch):
         self._priced_s = 0.0  # of this round, by its passes
         self._lists = schedule.drafts_by_skipping and model.has_head_rows  # else a list would be learnt in vain
 
-    def join(self, requests: Sequence[Request], sharing: Sharing | None = None) -> list[Row]:
+    def join(self, requests: Sequence[Request], sharing: PrefixSharing | None = None) -> list[Row]:
         rows = super().join(requests, sharing)
         if self._lists:
             for request in requests:

@@ -76,10 +76,12 @@ class Branches:
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
         plans = [schedule.step(k) for k in range(tokens.shape[1] - 1)]
-        owners = tuple(kv_sharing_map(schedule, model.config.kv_group_size))
+        sharing_map = tuple(kv_sharing_map(schedule, model.config.kv_group_size))
         seen = causal_mask(tokens.shape[1], start + tokens.shape[1], tokens.device)
         mask = self._valid & seen if self._has_padding else seen[None, None]
-        kv = BranchView(positions, mask, model.rotary_table, owners, before=self._prompts(schedule.prefill(), owners))
+        kv = BranchView(
+            positions, mask, model.rotary_table, sharing_map, before=self._prompts(schedule.prefill(), sharing_map)
+        )
         ffns.start_pass(plans, 1)
         ranges = token_ranges(schedule.prefill(), plans, 1, ffns)
         return Branch(model.embed(tokens, positions), kv, ranges, ffns)
@@ -105,14 +107,14 @@ class Branches:
                 rest = branch.h[:, own.shape[1] :]
                 branch.h = torch.cat([own, rest], dim=1) if rest.shape[1] else own
 
-    def _prompts(self, plan: LayerPlan, owners: tuple[int, ...]) -> Kept:
-        with_gradient = (plan, owners, True)
-        key = with_gradient if with_gradient in self._kept else (plan, owners, torch.is_grad_enabled())
+    def _prompts(self, plan: LayerPlan, sharing_map: tuple[int, ...]) -> Kept:
+        with_gradient = (plan, sharing_map, True)
+        key = with_gradient if with_gradient in self._kept else (plan, sharing_map, torch.is_grad_enabled())
         if key not in self._kept:
-            self._kept[key] = self._run_prompts(plan, owners)
+            self._kept[key] = self._run_prompts(plan, sharing_map)
         return self._kept[key]
 
-    def _run_prompts(self, plan: LayerPlan, owners: Sequence[int]) -> Kept:
+    def _run_prompts(self, plan: LayerPlan, sharing_map: Sequence[int]) -> Kept:
         end, device = self.batch.prompt_columns - 1, self.batch.tokens.device
         if not end:
             return {}
@@ -121,7 +123,7 @@ class Branches:
             mask = self._valid[..., :end] & causal_mask(end, end, device) | diagonal(end, end, device)
         positions = self._positions[:, :end]
         copies = self.recompute or not torch.is_grad_enabled()
-        kv = PromptView(positions, mask, self.model.rotary_table, owners, copies=copies)
+        kv = PromptView(positions, mask, self.model.rotary_table, sharing_map, copies=copies)
         h = self.model.embed(self.batch.tokens[:, :end], positions)
         if self._is_sharded and plan.kv_layers is None:
             return self._run_whole(h, kv, plan)
@@ -132,8 +134,8 @@ class Branches:
         if plan.kv_layers is None:
             self.model.layers[first].store(h, kv, first)
         else:
-            assert self.model.added is not None, "a plan for upper layers' K/V from one state, and a model without"
-            self.model.added.write(h, kv, plan.attn, self.model.layers)
+            assert self.model.swift is not None, "a plan for upper layers' K/V from one state, and a model without"
+            self.model.swift.write(h, kv, plan.attn, self.model.layers)
         return {**kv.shared, **kv.kept}
 
     def _run_whole(self, h: Tensor, kv: "PromptView", plan: LayerPlan) -> Kept:
@@ -199,7 +201,7 @@ class BranchView(ForcedView):
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is None or v is None:
-            layer = self.owners[layer]
+            layer = self.sharing_map[layer]
             k, v = (t[:, :, : q.shape[2]] for t in self.shared[layer])
         if layer in self.before:
             k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.before[layer], (k, v), strict=True))
@@ -212,7 +214,7 @@ class BranchView(ForcedView):
             return self
         assert self.mask is not None
         mask = self.mask[:, :, :n, : self.mask.shape[-1] - (old - n)]
-        return BranchView(self.positions[:, :n], mask, self.table, self.owners, self.shared, before=self.before)
+        return BranchView(self.positions[:, :n], mask, self.table, self.sharing_map, self.shared, before=self.before)
 
 
 @dataclass

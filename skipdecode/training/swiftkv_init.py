@@ -24,9 +24,9 @@ class KVFit:
 
     def __init__(self, model: Decoder) -> None:
         """`model`: with SwiftKV's weights, of which `solve` replaces those of keys and values."""
-        assert model.added is not None, "a model whose layers all have their own"
+        assert model.swift is not None, "a model whose layers all have their own"
         assert model.placement is None, "layers on several devices"
-        self.model, self.added = model, model.added
+        self.model, self.added = model, model.swift
         width, outputs = model.config.hidden_size, self.added.kv.weight.shape[0]
 
         def zeros(*shape: int) -> Tensor:

@@ -24,7 +24,7 @@ from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Request, generate
-from skipdecode.engine.prefix_sharing import Sharing, share
+from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.schedules.plan import FullDepth, Schedule
 from tests.support.shared_prompts import grouped_prompts, llama, opt
 from tests.support.tiny_models import save_model, save_tokenizer
@@ -56,7 +56,7 @@ def test_a_row_shares_with_whom_it_agrees_longest(groups: list[tuple[int, list[i
         for other, theirs in zip(prompts, heads, strict=True):
             if theirs.block == head.block:
                 assert other[: head.length] == prompts[row][: head.length]
-    assert share(prompts, [head.ends for head in heads]) is not None or not any(head.ends for head in heads)
+    assert share_prefixes(prompts, [head.ends for head in heads]) is not None or not any(head.ends for head in heads)
 
 
 def test_samples_share_the_whole_prompt_and_templates_their_head() -> None:
@@ -66,7 +66,7 @@ def test_samples_share_the_whole_prompt_and_templates_their_head() -> None:
     heads = find_prefixes(prompts, PRICES, 63)
     assert {head.ends for head in heads} == {(400, 458)}
     assert len({head.block for head in heads}) == 16
-    sharing = share(prompts, [head.ends for head in heads])
+    sharing = share_prefixes(prompts, [head.ends for head in heads])
     assert sharing is not None
     assert len(prompts) * 460 - sharing.tokens_saved == 400 + 16 * 58 + 128 * 2
 
@@ -163,7 +163,7 @@ def test_a_batch_of_a_window_shares_by_itself_too(source: Path) -> None:
         assert sorted(again.marks) == sorted(batch.marks)
 
 
-def test_deterministic_windows_do_not_share(source: Path) -> None:
+def test_deterministic_windows_do_not_share_prefixes(source: Path) -> None:
     generator = Generator(config(source, shares_prefixes=True, deterministic=True))
     made = generator(window())
     assert all(record["prefix_tokens_saved"] == 0 for record in made.batches)
@@ -208,13 +208,13 @@ def test_more_rows_fit_where_heads_lie_once(source: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("scheduler", ["cohort", "continuous"])
-def test_requests_that_wait_together_share(
+def test_requests_that_wait_together_share_prefixes(
     source: Path, scheduler: Literal["cohort", "continuous"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared: list[Sharing | None] = []
+    shared: list[PrefixSharing | None] = []
     inner = Generator.sharing_of
 
-    def noted(generator: Generator, requests: list[Request], schedule: Schedule) -> Sharing | None:
+    def noted(generator: Generator, requests: list[Request], schedule: Schedule) -> PrefixSharing | None:
         shared.append(inner(generator, requests, schedule))
         return shared[-1]
 

@@ -29,7 +29,7 @@ def generator(tiny_checkpoint: Path) -> Generator:
 @pytest.fixture(scope="module", autouse=True)
 def _late() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(cohort.LOOKS_BEHIND, "cpu", 1)
+        patch.setitem(cohort.MAX_PENDING, "cpu", 1)
         yield
 
 

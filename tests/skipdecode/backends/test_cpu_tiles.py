@@ -284,13 +284,15 @@ def test_swiftkv_prompts_of_any_shape(kind: Kind, kv_layers: int, group_size: in
     columns, num_pad = max(lengths), torch.tensor([max(lengths) - n for n in lengths])
     tokens, positions = torch.randint(4, 90, (2, columns)), (torch.arange(columns) - num_pad[:, None]).clamp(min=-1)
     plan = SwiftPrefill(FullDepth(6), kv_layers).prefill()
-    owners = kv_sharing_map(SwiftPrefill(FullDepth(6), kv_layers), group_size)
+    sharing_map = kv_sharing_map(SwiftPrefill(FullDepth(6), kv_layers), group_size)
     seen = []
     for is_fused in (True, False):
         for block in model.layers:
             if not is_fused:
                 block.kernel = block.query_kernel = None
-        cache = KVCache.allocate(CONFIG, num_pad=num_pad, capacities=[columns + 1] * 6, owners=owners, dtype=dtype)
+        cache = KVCache.allocate(
+            CONFIG, num_pad=num_pad, capacities=[columns + 1] * 6, sharing_map=sharing_map, dtype=dtype
+        )
         with torch.inference_mode():
             first = model(tokens, positions, cache, plan)
             seen.append((first, model(tokens[:, :1], positions[:, -1:] + 1, cache, plan)))

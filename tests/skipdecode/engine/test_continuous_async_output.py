@@ -72,13 +72,13 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 
 
 @settings(max_examples=20)
-@given(data=st.data(), schedule=st.sampled_from(list(SCHEDULES.values())), looks_behind=st.integers(1, 3))
+@given(data=st.data(), schedule=st.sampled_from(list(SCHEDULES.values())), max_pending=st.integers(1, 3))
 def test_rows_are_those_of_looks_at_once(
     ending_checkpoint: Callable[[str], Path],
     ours: Callable[[Path], Decoder],
     data: st.DataObject,
     schedule: Schedule,
-    looks_behind: int,
+    max_pending: int,
 ) -> None:
     """Whatever they sample, wherever they end, and whoever joins, leaves or is cancelled."""
     path = ending_checkpoint("125m")
@@ -89,7 +89,7 @@ def test_rows_are_those_of_looks_at_once(
     for name in names:
         arrivals.setdefault(data.draw(st.integers(0, 20)), []).append(data.draw(requests(name)))
     cancel_at = {name: data.draw(st.integers(0, 30)) for name in names if data.draw(st.integers(0, 4)) == 0}
-    late = ContinuousBatch(model, schedule, decode_text=decode, looks_behind=looks_behind)
+    late = ContinuousBatch(model, schedule, decode_text=decode, max_pending=max_pending)
     made = run(late, arrivals, cancel_at)
     for name, wanted in run(ContinuousBatch(model, schedule, decode_text=decode), arrivals, {}).items():
         row = made[name]
@@ -121,7 +121,7 @@ def test_all_ways_to_end_come_up(loaded: Decoder, tiny_checkpoint: Path, fed: li
         Request("nothing fed", prompts[4], greedy(1, ignore_eos=True)),
         Request("long", prompts[5], greedy(30, ignore_eos=True)),
     ]
-    rows = run(ContinuousBatch(loaded, SKIP, decode_text=decode, looks_behind=1), {0: pool[:3], 2: pool[3:]}, {})
+    rows = run(ContinuousBatch(loaded, SKIP, decode_text=decode, max_pending=1), {0: pool[:3], 2: pool[3:]}, {})
     for request in pool:
         wanted = generate(loaded, [request], SKIP, decode_text=decode).completions[0]
         assert (rows[request.id].tokens, rows[request.id].finish_reason) == (wanted.tokens, wanted.finish_reason)
@@ -130,7 +130,7 @@ def test_all_ways_to_end_come_up(loaded: Decoder, tiny_checkpoint: Path, fed: li
 
 
 def test_a_token_is_taken_a_step_late_and_a_place_is_free_a_step_later(loaded: Decoder) -> None:
-    batch = ContinuousBatch(loaded, SKIP, looks_behind=1)
+    batch = ContinuousBatch(loaded, SKIP, max_pending=1)
     (row,) = batch.join([Request("0", [2, 9, 4], greedy(4, ignore_eos=True))])
     assert row.tokens == []
     for count in (1, 2, 4):  # the last look finds no step that could run meanwhile
@@ -151,8 +151,8 @@ def test_only_rows_that_end_early_take_part_in_one_more_step(
         ]
         for request in pool:
             steps, ends = [], []
-            for looks_behind in (0, 1):
-                batch = ContinuousBatch(model, SKIP, looks_behind=looks_behind)
+            for max_pending in (0, 1):
+                batch = ContinuousBatch(model, SKIP, max_pending=max_pending)
                 (row,) = run(batch, {0: [request]}, {}).values()
                 steps.append(batch.row_steps)
                 ends.append(row.finish_reason)
@@ -165,7 +165,7 @@ def test_only_rows_that_end_early_take_part_in_one_more_step(
 
 def test_nobody_is_left_behind_who_needs_no_step(loaded: Decoder) -> None:
     """A first token that is the last one: its row never has a place, and is awaited all the same."""
-    batch = ContinuousBatch(loaded, SKIP, looks_behind=2)
+    batch = ContinuousBatch(loaded, SKIP, max_pending=2)
     (row,) = batch.join([Request("0", [2, 9, 4], greedy(1))])
     assert batch.rows == [row]
     assert batch.cache_bytes == 0
@@ -177,7 +177,7 @@ def test_nobody_is_left_behind_who_needs_no_step(loaded: Decoder) -> None:
 def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = random_prompts([5] * 4 + [70], seed=3)
     pool = [Request(str(i), p, greedy(9 + i, ignore_eos=True)) for i, p in enumerate(prompts)]
-    batch = ContinuousBatch(loaded, SKIP, looks_behind=1)
+    batch = ContinuousBatch(loaded, SKIP, max_pending=1)
     rows = batch.join(pool[:4])
 
     def out_of_memory(*_: object) -> None:

@@ -86,7 +86,7 @@ def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObj
         requests = make_requests(lengths, num_new)
         is_fixed = data.draw(st.booleans())
         fixed = {"prompt_columns": 70, "batch_rows": 10, "compact_at": 0.0} if is_fixed else {}
-        async_output = {"check_every": data.draw(st.integers(1, 9)), "looks_behind": data.draw(st.integers(0, 2))}
+        async_output = {"check_every": data.draw(st.integers(1, 9)), "max_pending": data.draw(st.integers(0, 2))}
         cohort = StaticBatch(model, requests, schedule, graphs=graphs, **fixed, **async_output)  # type: ignore[arg-type]
         cohort.prefill()
         while not cohort.is_done:
@@ -99,7 +99,7 @@ def test_cohorts_take_turns(model: Decoder) -> None:
     """Several live in one memory, one step each, as an endpoint has them."""
     graphs, schedule = CudaGraphs(model, ROOM), SkipDecode(L, 5, 2, 1, 19)
     batches = [make_requests([n, 2 * n, 1], 20, seed=n, temperature=t) for n, t in [(3, 0.0), (9, 1.0), (20, 0.0)]]
-    cohorts = [StaticBatch(model, batch, schedule, graphs=graphs, check_every=1, looks_behind=1) for batch in batches]
+    cohorts = [StaticBatch(model, batch, schedule, graphs=graphs, check_every=1, max_pending=1) for batch in batches]
     for cohort in cohorts:
         cohort.prefill()
     while not all(cohort.is_done for cohort in cohorts):

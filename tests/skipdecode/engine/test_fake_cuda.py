@@ -114,7 +114,7 @@ def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:
         cache, logits = prefilled(model, requests_for(), schedule)
         newest = logits.argmax(-1)
         with fake.counting() as counted:
-            made = step(model, newest, cache, schedule, 0, only_likeliest=True)
+            made = step(model, newest, cache, schedule, 0, return_argmax=True)
         assert made.dtype == torch.int64
         assert counted["argmax_kernel"] == 1
         assert not {"_to_copy", "argmax"} & set(counted)
@@ -172,7 +172,7 @@ def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pyt
             plan, parts = schedule.step(k), min(num_devices, len(newest))
             before, entered = len(fake.devices), len(current)
             with fake.counting() as counted:
-                newest = step(model, newest, cache, schedule, k, only_likeliest=True)
+                newest = step(model, newest, cache, schedule, k, return_argmax=True)
             assert counted["attend_kernel"] == plan.num_layers_run * parts
             wanted = {model.device_of(layer) for layer in plan.layers}
             assert set(fake.devices[before:]) == wanted | {CUDA}  # the choice is made on the first
@@ -199,10 +199,10 @@ def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
         tokens, num_pad, _ = pad_prompts(model, requests, COLUMNS, ROWS)
         with NoWaits():  # a cohort that comes leaves others' steps running
             cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True, graphs=graphs)
-        newest = feed_prompts(model, tokens, cache, schedule.prefill(), only_likeliest=True)
+        newest = feed_prompts(model, tokens, cache, schedule.prefill(), return_argmax=True)
         for k in range(4):
             with fake.counting() as counted:
-                newest = graphs(newest, cache, schedule.step(k), only_likeliest=True)
+                newest = graphs(newest, cache, schedule.step(k), return_argmax=True)
             layers = schedule.step(k).num_layers_run
             assert counted["attend_kernel"] == layers
             assert k % 2 == 0 or counted["copy_"] == 1, "more than the tokens is copied; the head writes where it stays"

@@ -13,7 +13,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
-from skipdecode.engine.prefix_sharing import share
+from skipdecode.engine.prefix_sharing import share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.schedules.plan import EarlyExit, FullDepth, SkipDecode
 from tests.support.graphs import FakeCaptures
@@ -114,7 +114,7 @@ def test_torchs_operators_do_as_well() -> None:
 @pytest.mark.parametrize("name", ["opt-125m", "tinyllama-1.1b"])
 def test_nor_do_prompts_that_share_their_heads(name: str) -> None:
     prompts = [[2, *range(10, 10 + n), 5 + n] for n in (20, 20, 30, 30, 7)]
-    sharing = share(prompts, [[8, 20], [8, 20], [8, 20], [8], [4]])
+    sharing = share_prefixes(prompts, [[8, 20], [8, 20], [8, 20], [8], [4]])
     assert sharing is not None
     assert len(sharing.levels) == 2
     with fake_cuda() as fake:
@@ -134,7 +134,7 @@ def test_nor_do_prompts_that_share_their_heads(name: str) -> None:
 def test_an_early_look_is_seen() -> None:
     """That the tests above can fail: a look at the tokens of the step just launched."""
     with fake_cuda() as fake:
-        batch = ContinuousBatch(fake_model("opt-125m", layers=L), FullDepth(L), looks_behind=0)
+        batch = ContinuousBatch(fake_model("opt-125m", layers=L), FullDepth(L), max_pending=0)
         batch.join([request("0", 3, 4)])
         batch.step()
         assert fake.left == [0, 0]

@@ -18,7 +18,7 @@ from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate
 from skipdecode.engine.logprobs import score_prompts
 from skipdecode.engine.prefill import PREFILL_BYTES, allocate_cache, feed_prompts, pad_prompts
-from skipdecode.engine.prefix_sharing import share
+from skipdecode.engine.prefix_sharing import share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv import view
@@ -75,7 +75,7 @@ def test_a_mask_never_meets_groups(seen: Seen, name: str) -> None:
             StaticBatch(model, requests_for(lengths), FullDepth(L), graphs=graphs).prefill()
         assert set(seen) == {(True, False), (False, True)}
         prompts = [[2, *range(10, 10 + n), 5 + n] for n in (20, 20, 30, 30, 7)]
-        sharing = share(prompts, [[8, 20], [8, 20], [8, 20], [8], [4]])
+        sharing = share_prefixes(prompts, [[8, 20], [8, 20], [8, 20], [8], [4]])
         assert sharing is not None
         requests = [Request(str(i), prompt, Sampling(max_new_tokens=2)) for i, prompt in enumerate(prompts)]
         StaticBatch(model, requests, FullDepth(L), graphs=graphs, sharing=sharing).prefill()
@@ -134,7 +134,7 @@ def test_prompts_take_a_gibibyte(seen: Seen, name: str, rows: int, columns: int)
         tokens, num_pad, paddings = pad_prompts(model, requests_for([columns - i % 9 for i in range(rows)]), None, None)
         cache = allocate_cache(model, num_pad, columns, plan, 2, paddings=paddings)
         with Live(cache) as live:
-            feed_prompts(model, tokens, cache, plan.prefill(), only_likeliest=True)
+            feed_prompts(model, tokens, cache, plan.prefill(), return_argmax=True)
     assert PREFILL_BYTES / 2 < live.most < 1.02 * PREFILL_BYTES
 
 

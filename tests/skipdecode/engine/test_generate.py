@@ -232,7 +232,7 @@ def test_log_probabilities_come_with_late_looks(loaded: Decoder, async_output: t
     ]
     wanted = generate(loaded, pool, schedule).completions
     cohort = StaticBatch(
-        loaded, pool, schedule, compact_at=1.0, check_every=async_output[0], looks_behind=async_output[1]
+        loaded, pool, schedule, compact_at=1.0, check_every=async_output[0], max_pending=async_output[1]
     )
     cohort.prefill()
     while not cohort.is_done:

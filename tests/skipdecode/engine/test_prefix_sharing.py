@@ -14,7 +14,7 @@ from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefill import allocate_cache, pad_prompts
-from skipdecode.engine.prefix_sharing import Sharing, share
+from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
@@ -85,7 +85,7 @@ def test_tokens_are_those_without(
     if (shape := SWIFT[swift]) is not None:
         schedule = SwiftPrefill(schedule, shape[0])
     prompts = grouped_prompts(mix, seed)
-    requests, sharing = requests_of(prompts, num_new, temperature), share(prompts, marks_of(mix))
+    requests, sharing = requests_of(prompts, num_new, temperature), share_prefixes(prompts, marks_of(mix))
     wanted = generate(model, requests, schedule)
     made = generate(model, requests, schedule, sharing=sharing)
     assert made.completions == wanted.completions
@@ -107,7 +107,7 @@ def nested() -> tuple[list[list[int]], list[list[int]]]:
 
 def test_heads_of_heads_are_run_behind_them() -> None:
     prompts, marks = nested()
-    sharing = share(prompts, marks)
+    sharing = share_prefixes(prompts, marks)
     assert sharing is not None
     assert [len(head) for head in sharing.heads] == [30, 38, 44, 48]
     assert sharing.parents == (-1, 0, 0, 2)
@@ -121,7 +121,7 @@ def test_heads_of_heads_change_no_token(any_backend: str, family: str) -> None:
     model, (prompts, marks) = decoder(any_backend, family, "swiftkv", torch.float32), nested()
     for schedule in (FullDepth(L), SwiftPrefill(SkipDecode(L, 4, 2, 1, 7), 3)):
         requests = requests_of(prompts, [6, 3])
-        made = generate(model, requests, schedule, sharing=share(prompts, marks))
+        made = generate(model, requests, schedule, sharing=share_prefixes(prompts, marks))
         assert made.completions == generate(model, requests, schedule).completions
 
 
@@ -135,7 +135,9 @@ def test_where_layers_are_kernels_no_bit_changes(
         model, (prompts, marks) = random_decoder(CONFIGS[family](), dtype).pack(quantization), nested()
         assert model.reads_shared
         requests = [replace(request, top_logprobs=3) for request in requests_of(prompts, [7], temperature=1.0)]
-        whole, parts = (StaticBatch(model, requests, FullDepth(L), sharing=s) for s in (None, share(prompts, marks)))
+        whole, parts = (
+            StaticBatch(model, requests, FullDepth(L), sharing=s) for s in (None, share_prefixes(prompts, marks))
+        )
         for cohort in (whole, parts):
             cohort.prefill()
             while not cohort.is_done:
@@ -160,7 +162,7 @@ def test_one_copy_of_a_head_is_all_that_is_held(name: str, family: str) -> None:
     with forced(name):
         model = decoder(name, family, None, torch.float32)
         assert model.reads_shared
-        sharing = share(prompts, marks_of(mix))
+        sharing = share_prefixes(prompts, marks_of(mix))
         cohort = StaticBatch(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
         heads = L * bytes_of(40, 2, family)
         assert cohort.cache_bytes == heads + sum(bytes_of(9 + n, 5, family) for n in steps)
@@ -175,7 +177,9 @@ def test_where_nothing_reads_a_shared_copy_rows_have_their_own() -> None:
     prompts = grouped_prompts(mix, 1)
     with forced("torch"):
         model = decoder("torch", "llama", None, torch.float32)
-        cohort = StaticBatch(model, requests_of(prompts, [4]), FullDepth(L), sharing=share(prompts, marks_of(mix)))
+        cohort = StaticBatch(
+            model, requests_of(prompts, [4]), FullDepth(L), sharing=share_prefixes(prompts, marks_of(mix))
+        )
         cohort.prefill()
         assert cohort.cache_bytes == L * bytes_of(49 + 3, 3, "llama")
 
@@ -188,23 +192,23 @@ def test_graphs_read_copies() -> None:
         graphs = CudaGraphs(model, 1 << 24)
         graphs.pool.memory.fill_(torch.nan)  # no column that a row has not written may matter
         wanted = generate(model, requests, FullDepth(L))
-        made = generate(model, requests, FullDepth(L), graphs=graphs, sharing=share(prompts, marks))
+        made = generate(model, requests, FullDepth(L), graphs=graphs, sharing=share_prefixes(prompts, marks))
     assert [c.tokens for c in made.completions] == [c.tokens for c in wanted.completions]
     assert made.stats.prefix_tokens_saved > 0
 
 
 @pytest.mark.parametrize("swift", list(SWIFT))
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_newcomers_of_a_continuous_batch_share(any_backend: str, family: str, swift: str | None) -> None:
+def test_newcomers_of_a_continuous_batch_share_prefixes(any_backend: str, family: str, swift: str | None) -> None:
     model, (prompts, marks) = decoder(any_backend, family, swift, torch.float32), nested()
     schedule: Schedule = SkipDecode(L, 5, 2, 1, 7)
     if (shape := SWIFT[swift]) is not None:
         schedule = SwiftPrefill(schedule, shape[0])
     requests = requests_of(prompts, [6, 3, 8])
     batch = ContinuousBatch(model, schedule)
-    rows = batch.join(requests[:4], share(prompts[:4], marks[:4]))
+    rows = batch.join(requests[:4], share_prefixes(prompts[:4], marks[:4]))
     batch.step()
-    rows += batch.join(requests[4:], share(prompts[4:], marks[4:]))
+    rows += batch.join(requests[4:], share_prefixes(prompts[4:], marks[4:]))
     while not batch.is_done:
         batch.step()
     assert [row.tokens for row in rows] == [c.tokens for c in generate(model, requests, schedule).completions]
@@ -214,7 +218,7 @@ def test_newcomers_of_a_continuous_batch_share(any_backend: str, family: str, sw
 def test_sharing_says_what_prompts_are(mix: list[tuple[int, list[int]]], seed: int, pick: object) -> None:
     """Every row begins with its head, every head with its parent; two or more begin with each."""
     prompts, marks = grouped_prompts(mix, seed), marks_of(mix)
-    sharing = share(prompts, marks)
+    sharing = share_prefixes(prompts, marks)
     if sharing is None:
         assert all(len(ends) == 1 for _, ends in mix)
         return
@@ -229,7 +233,7 @@ def test_sharing_says_what_prompts_are(mix: list[tuple[int, list[int]]], seed: i
 
 
 def test_the_sharing_of_other_rows_is_refused() -> None:
-    sharing = Sharing(((5, 6),), (-1,), (0, 0))
+    sharing = PrefixSharing(((5, 6),), (-1,), (0, 0))
     with forced("torch"):
         model = decoder("torch", "opt", None, torch.float32)
         with pytest.raises(AssertionError, match="another batch"):
@@ -238,7 +242,7 @@ def test_the_sharing_of_other_rows_is_refused() -> None:
 
 def test_a_prompt_is_never_shared_to_its_last_token() -> None:
     with pytest.raises(AssertionError):
-        share([[5, 6], [5, 6]], [[2], [2]])
+        share_prefixes([[5, 6], [5, 6]], [[2], [2]])
 
 
 def test_columns_behind_a_filled_cache_need_no_padding() -> None:
@@ -258,9 +262,9 @@ def test_columns_behind_a_filled_cache_need_no_padding() -> None:
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_lossless_rows_share(any_backend: str, family: str) -> None:
+def test_lossless_rows_share_prefixes(any_backend: str, family: str) -> None:
     model, (prompts, marks) = decoder(any_backend, family, None, torch.float32), nested()
-    requests, sharing = requests_of(prompts, [9, 5]), share(prompts, marks)
+    requests, sharing = requests_of(prompts, [9, 5]), share_prefixes(prompts, marks)
     made = generate_lossless(model, requests, Lossless(L, Unified(L, 3), 2), sharing=sharing)
     full = generate(model, requests, FullDepth(L))
     assert [c.tokens for c in made.completions] == [c.tokens for c in full.completions]
