@@ -53,7 +53,7 @@ def load(config: GeneratorConfig) -> Loaded:
         refuse_too_large(shape, config.source, devices, dtype.itemsize, share)
     model = load_model(config.source, adapter=config.adapter, device=devices[0], dtype=dtype, devices=devices)
     packed = model.pack(config.quantization)
-    if config.deterministic and config.decode.get("lossless") and not packed.keeps_bits:
+    if config.deterministic and config.decode.get("lossless") and not packed.is_batch_invariant:
         raise ValueError(f"decode.lossless: {DRAFTS_NEED_SAME_BITS}; here products of this model are torch's")
     if (reason := backend_on(devices[0]).why_slow) is not None:
         logger.warning("decoding is slower than it could be: %s", reason)

@@ -1,8 +1,8 @@
 """What would make first calls slow, done when a model loads: thread pools start, kernels are chosen and compiled.
 
-Which kernels there are, the back end knows: some are compiled for numbers of rows (`Backend.rows_to_try`). Steps as
-CUDA graphs meet all of theirs when they are captured (`cuda_graphs`). The last column of prompts meets its own here. So
-do steps without graphs: of continuous batches, of layers on several devices or of rows that decide on their blocks.
+Some back ends compile kernels for batch sizes, which `Backend.warm_up_batch_sizes` lists. Steps as CUDA graphs meet all
+of theirs when they are captured (`cuda_graphs`). The last column of prompts meets its own here. So do steps without
+graphs: of continuous batches, of layers on several devices or of rows that decide on their blocks.
 """
 
 from contextlib import suppress
@@ -34,7 +34,7 @@ def warm_up(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None = None
 def _try_rows(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None, max_rows: int) -> None:
     """Numbers of rows that kernels are compiled for."""
     parts = 1 if model.placement is None else model.placement.num_parts
-    if not (sizes := backend_on(model.device).rows_to_try(-(-max_rows // parts))):
+    if not (sizes := backend_on(model.device).warm_up_batch_sizes(-(-max_rows // parts))):
         return
     _decode(model, schedule, graphs, ROWS, temperature=1.0)
     if graphs is None or not schedule.is_static:

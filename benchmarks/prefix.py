@@ -88,7 +88,7 @@ class Worker:
         prompts = [request.prompt_tokens for request in requests]
         if shares:
             prices = PromptPrices.of(self.model.config, self.full, self.ceilings, **self.sizes)
-            copies = not self.model.reads_shared
+            copies = not self.model.supports_shared_prefix
             found = cut_window(prompts, prices, self.num_new - 1, BUCKETS, self._size, copies=copies)
             if found is not None:
                 return found

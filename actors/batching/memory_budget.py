@@ -82,4 +82,4 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free for caches."""
     if device.type == "cuda":
         return DeviceMemory.of(device).free
-    return available_bytes() + backend_on(device).spare_bytes
+    return available_bytes() + backend_on(device).reusable_bytes

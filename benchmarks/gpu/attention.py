@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.bench import Bench, Found, Wrong
-from skipdecode.backends.backend import Columns
+from skipdecode.backends.backend import KVRange
 from skipdecode.backends.device import backend_on
 from skipdecode.kv.view import attention
 
@@ -59,10 +59,10 @@ class Case:
 
     def by_us(self) -> Tensor:
         """For one query a row, all columns seen."""
-        attend = backend_on(self.k.device).column_attention(self.k)
+        attend = backend_on(self.k.device).decode_attention(self.k)
         assert attend is not None, "no kernel for one column"
         first = torch.zeros(len(self.k), dtype=torch.int64, device=self.k.device)
-        return attend(self.q, None, None, Columns(self.k, self.v, first, first + self.k.shape[2] - 1))
+        return attend(self.q, None, None, KVRange(self.k, self.v, first, first + self.k.shape[2] - 1))
 
 
 def query(bench: Bench, columns: int) -> Case:

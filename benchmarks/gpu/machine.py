@@ -39,14 +39,14 @@ def check_device(bench: Bench) -> Found:
 
 def check_kernels(bench: Bench) -> Found:
     """Steps can be captured at all: kernels read their bounds on the device."""
-    if not backend_on(bench.device).reads_tables:
+    if not backend_on(bench.device).supports_graph_capture:
         raise Wrong(
             "the kernels here read no bounds on the device, so steps cannot be CUDA graphs; install triton and unset "
             "SKIPDECODE_KERNELS"
         )
     if torch.backends.cuda.cudnn_sdp_enabled():
         raise Wrong("cuDNN's attention is on: it builds a plan for nearly every step; skipdecode.backends turns it off")
-    return {"reads_tables": True}
+    return {"supports_graph_capture": True}
 
 
 def versions() -> Found:

@@ -18,25 +18,24 @@ from skipdecode.backends import cpu_kernels as cpu
 from skipdecode.backends.backend import (
     Activation,
     Backend,
-    ColumnAttention,
-    Columns,
+    DecodeAttention,
     FusedLayer,
+    GraphKVRange,
+    KVRange,
     LayerShape,
-    Packed,
-    TableColumns,
+    PackedWeight,
     activate,
 )
 from skipdecode.backends.backend import Product as AnyProduct
-from skipdecode.backends.cpu_layers import LayerKernel, Step, StoreKernel
-from skipdecode.backends.large_pages import large_pages, spare_bytes
-from skipdecode.backends.layer_parts import Product
+from skipdecode.backends.cpu_layers import KVStoreKernel, LayerKernel, Product, Step
+from skipdecode.backends.large_pages import large_pages, reusable_bytes
 from skipdecode.config.model import Quantization
 
 
 class CompiledBackend(Backend):
     """As `Backend`, for CPUs."""
 
-    takes_places = takes_fewer = True
+    supports_multi_token_rows = accepts_fewer_rows = True
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
@@ -53,7 +52,7 @@ class CompiledBackend(Backend):
 
     def pack(
         self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
-    ) -> Packed | None:
+    ) -> PackedWeight | None:
         self.check(weight, quantization, is_gated=is_gated)
         if quantization is not None:
             return _Kernel(cpu_weights.pack_int8(weight, gated=is_gated), len(weight), is_gated)
@@ -87,22 +86,22 @@ class CompiledBackend(Backend):
         self,
         layers: Sequence[FusedLayer],
         rows: int,
-        columns: Sequence[Columns | TableColumns] | None,
+        columns: Sequence[KVRange | GraphKVRange] | None,
         *,
         feeds: bool,
     ) -> Step:
-        return Step(cast(Sequence[LayerKernel], layers), rows, cast(Sequence[Columns] | None, columns), feeds=feeds)
+        return Step(cast(Sequence[LayerKernel], layers), rows, cast(Sequence[KVRange] | None, columns), feeds=feeds)
 
-    def fuse_store(
+    def fuse_kv_store(
         self,
         shape: LayerShape,
         norm: nn.Module,
         products: Sequence[AnyProduct | None],
         k_norms: Sequence[nn.Module | None],
-    ) -> StoreKernel | None:
-        return None if None in products else StoreKernel(shape, norm, cast(Sequence[Product], products), k_norms)
+    ) -> KVStoreKernel | None:
+        return None if None in products else KVStoreKernel(shape, norm, cast(Sequence[Product], products), k_norms)
 
-    def column_attention(self, memory: Tensor) -> ColumnAttention | None:
+    def decode_attention(self, memory: Tensor) -> DecodeAttention | None:
         has_kernels = cpu.is_available(memory) and not torch.is_grad_enabled()  # which have no gradient
         return attend_one if has_kernels else None
 
@@ -110,13 +109,13 @@ class CompiledBackend(Backend):
         """Kernels: enough that threads seldom wait for each other at the end of a layer (2,048: 6 % slower)."""
         return 8192 if _are_kernels(layers) else super().prompt_tokens(layers, device)
 
-    def takes_unpadded(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
-        return _are_kernels(layers) and self.column_attention(memory) is not None
+    def supports_packed_prompts(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
+        return _are_kernels(layers) and self.decode_attention(memory) is not None
 
-    def reads_shared(self, layers: Sequence[FusedLayer | None]) -> bool:
+    def supports_shared_prefix(self, layers: Sequence[FusedLayer | None]) -> bool:
         return _are_kernels(layers)
 
-    def keeps_bits(self, layers: Sequence[FusedLayer | None]) -> bool:
+    def is_batch_invariant(self, layers: Sequence[FusedLayer | None]) -> bool:
         return _are_kernels(layers)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -136,25 +135,25 @@ class CompiledBackend(Backend):
             return cpu.draw(logits, temperature, top_k, top_p, uniform)
         return super().draw(logits, temperature, top_k, top_p, uniform, cuts=cuts)
 
-    def cache_memory(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
+    def allocate_cache(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
         """Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros
         to all of them would take half a second, so where nobody reads them nothing is written."""
         empty = torch.empty(count, dtype=dtype, device=device)
         if not cpu.is_available(empty):
             return empty.zero_()
-        return self.filled_memory([(count,)], dtype, device)[0] if is_filled else empty
+        return self.allocate_buffers([(count,)], dtype, device)[0] if is_filled else empty
 
-    def filled_memory(
+    def allocate_buffers(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
         return large_pages(shapes, dtype)
 
     @property
-    def spare_bytes(self) -> int:
-        return spare_bytes()
+    def reusable_bytes(self) -> int:
+        return reusable_bytes()
 
-    def vendors_products(self, weight: Tensor) -> list[Callable[[Tensor], Tensor]]:
-        products = super().vendors_products(weight)
+    def library_matmuls(self, weight: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        products = super().library_matmuls(weight)
         return [*products, _OneDNN.of(weight).multiply] if onednn_lays_out(weight.dtype) else products
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
@@ -178,15 +177,15 @@ def _are_kernels(layers: Sequence[FusedLayer | None]) -> bool:
     return all(isinstance(layer, LayerKernel) for layer in layers)
 
 
-def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns) -> Tensor:
-    """One new column per row by the kernel (`ColumnAttention`): q [B, H, 1, K] -> as q."""
-    assert isinstance(columns, Columns), "a table, which these kernels do not read"
+def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange) -> Tensor:
+    """One new column per row by the kernel (`DecodeAttention`): q [B, H, 1, K] -> as q."""
+    assert isinstance(columns, KVRange), "a table, which these kernels do not read"
     flat = [x[:, :, 0].flatten(1) for x in (q, k, v) if x is not None]  # [B, heads x K] each
     if len({x.stride() for x in flat}) > 1:  # turned ones lie apart
         flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
     new = (flat[1], flat[2]) if len(flat) == 3 else None
-    k_all, v_all, first, last, places, shared = columns[:6]
-    return cpu.attend(flat[0], k_all, v_all, first, last, new, places=places, shared=shared).view(q.shape)
+    k_all, v_all, first, last, slots, shared = columns[:6]
+    return cpu.attend(flat[0], k_all, v_all, first, last, new, slots=slots, shared=shared).view(q.shape)
 
 
 def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:

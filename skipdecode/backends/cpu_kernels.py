@@ -9,18 +9,14 @@ nothing here is called and torch's operators do the same work.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from skipdecode.backends import choice
-from skipdecode.backends.cpu_calls import NAMES, function
+from skipdecode.backends.backend import Activation, SharedPrefix
+from skipdecode.backends.cpu_library import NAMES, function, heads_struct, shared_prefix_struct
 from skipdecode.backends.cpu_weights import GATES, Weight, operand_of
-from skipdecode.backends.heads import SharedColumns, heads
-
-Activation = Literal["none", "relu", "swiglu"]
-"""What follows on a product. `swiglu`: of outputs [gate; other], silu(gate) * other."""
 
 
 def is_available(tensor: Tensor) -> bool:
@@ -40,8 +36,8 @@ def attend(
     epsilon: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
-    places: Tensor | None = None,
-    shared: SharedColumns | None = None,
+    slots: Tensor | None = None,
+    shared: SharedPrefix | None = None,
 ) -> Tensor:
     """Attention of one query per row over its columns first..last: q [B, H K] -> [B, H K], heads side by side.
 
@@ -50,21 +46,21 @@ def attend(
     `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head
     of q and of the new key; then `rotary_table` [positions, r] float32 (`LayerShape`) turns them by their place,
     which is
-    last - first behind what is shared. Finite numbers only: what becomes of NaN and infinities is not defined. `places`
+    last - first behind what is shared. Finite numbers only: what becomes of NaN and infinities is not defined. `slots`
     [B] int64: the row of k and v [R, G, S, K] that each row has; those that have one together are several new columns
     of it, all of which are stored before any of them attends. `shared`: columns before a row's own.
     """
     B, (_, G, S, K) = len(q), k.shape
     H = q.shape[1] // K
     _check_attention(q, k, v, new, [weight for weight in (q_norm, k_norm) if weight is not None])
-    assert len(k) == B or places is not None, (q.shape, k.shape)
-    for columns in (first, last, *(() if places is None else (places,))):
+    assert len(k) == B or slots is not None, (q.shape, k.shape)
+    for columns in (first, last, *(() if slots is None else (slots,))):
         assert columns.dtype == torch.int64, columns.dtype
         assert columns.shape == (B,), (columns.shape, B)
         assert columns.is_contiguous(), columns.stride()
     new_k, new_v = (None, None) if new is None else new
     out = q.new_empty(B, H * K)
-    shape = heads(H, G, K, rotary_table=rotary_table, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm)
+    shape = heads_struct(H, G, K, rotary_table=rotary_table, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm)
     function("attend", q.dtype)(
         ctypes.byref(shape),
         B,
@@ -77,8 +73,8 @@ def attend(
         S,
         first.data_ptr(),
         last.data_ptr(),
-        None if places is None else places.data_ptr(),
-        None if shared is None else ctypes.byref(shared.struct(B, k)),
+        None if slots is None else slots.data_ptr(),
+        None if shared is None else ctypes.byref(shared_prefix_struct(shared, B, k)),
         out.data_ptr(),
         torch.get_num_threads(),
     )

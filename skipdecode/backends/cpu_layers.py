@@ -1,34 +1,105 @@
 """A decoder layer as one call of a CPU kernel: for one new column per row (`cpp/step.cpp`), and for prompts
-(`cpp/prompt.cpp`). What it is made of is in `layer_parts`.
+(`cpp/prompt.cpp`).
 
 B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of keys and values, K head dim.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends.cpu_calls import function
-from skipdecode.backends.heads import INT64, POINTER, Columns, Shared, SharedColumns
-from skipdecode.backends.layer_parts import (
-    Block,
-    Product,
+from skipdecode.backends.backend import KVRange, LayerShape, PackedPrompts, SharedPrefix
+from skipdecode.backends.cpu_library import (
+    INT64,
+    POINTER,
+    HeadsStruct,
+    LayerStruct,
+    NormStruct,
     ProductStruct,
+    SharedPrefixStruct,
     check_types,
-    head_norm,
-    heads_of,
-    norm_struct,
-    parameters_of,
+    function,
+    heads_struct,
     pointer,
+    shared_prefix_struct,
 )
-from skipdecode.backends.layer_shape import LayerShape
-from skipdecode.backends.prompts import Prompts
+from skipdecode.backends.cpu_weights import Operand, Weight, operand_of, tail_of
 
 
-class StoreKernel:
+@dataclass(frozen=True)
+class Product:
+    """A linear layer: its weight as the back end packs it, its bias [outputs] or None."""
+
+    packed: Weight
+    outputs: int
+    bias: Tensor | None
+    is_gated: bool = False
+    """Packed for `swiglu`, and the bias interleaved like the weight."""
+
+    def struct(self) -> ProductStruct:
+        """As kernels take it; whoever holds it holds the tensors."""
+        tiles, scales, totals = (*self._operand.pointers, None, None)[:3]
+        return ProductStruct(self.outputs, self.inputs, tiles, scales, totals, pointer(self.bias))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers that are multiplied by it."""
+        return self._operand.rows
+
+    @property
+    def inputs(self) -> int:
+        return self._operand.inputs
+
+    @property
+    def _operand(self) -> Operand:
+        return operand_of(self.packed, self.outputs)
+
+    def tail(self, start: int) -> "Product":
+        """That of the outputs from `start` on, a multiple of 32."""
+        assert start % 32 == 0, start
+        return Product(
+            tail_of(self.packed, start), self.outputs - start, None if self.bias is None else self.bias[start:]
+        )
+
+
+def parameters_of(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a norm, which may have neither."""
+    return getattr(norm, "weight", None), getattr(norm, "bias", None)
+
+
+def norm_struct(shape: LayerShape, norm: nn.Module) -> NormStruct:
+    """A norm of the layer's width, as kernels take it."""
+    weight, bias = parameters_of(norm)
+    assert bias is None or (weight is not None and shape.norm == "layer"), "a bias that would not be added"
+    return NormStruct(pointer(weight), pointer(bias), shape.norm == "rms")
+
+
+def head_norm(norm: nn.Module | None) -> Tensor | None:
+    """The weight [K] of a norm of each head's numbers; None: there is no such norm."""
+    weight, bias = parameters_of(norm)
+    assert (norm is None) == (weight is None), "a norm of heads without a weight"
+    assert bias is None, "a bias that would not be added"
+    return weight
+
+
+def heads_of(shape: LayerShape, q_norm: Tensor | None, k_norm: Tensor | None) -> HeadsStruct:
+    """The layer's heads as kernels take them; `q_norm`, `k_norm` of `head_norm`."""
+    return heads_struct(
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        rotary_table=shape.rotary_table,
+        epsilon=shape.epsilon,
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )
+
+
+class KVStoreKernel:
     """A norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
 
     def __init__(
@@ -56,7 +127,7 @@ class StoreKernel:
             assert weight is None or weight.shape == (shape.head_dim,), "a norm of other heads"
         self._call = function("store", self.dtype)
 
-    def __call__(self, h: Tensor, prompts: Prompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    def __call__(self, h: Tensor, prompts: PackedPrompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """h [N, D] -> for each product that `memory` names k, v [B, G, S, K], filled up to the prompts' ends."""
         if not memory:
             return
@@ -118,7 +189,7 @@ class LayerKernel:
         assert fc1.is_gated == is_gated, "a feed-forward block that is packed for another activation"
         assert (fc1.inputs, fc1.outputs) == (width, fc2.inputs * (2 if is_gated else 1)), (fc1.outputs, fc2.inputs)
         assert fc2.outputs == width, (fc2.outputs, width)
-        self._block = Block(
+        self._block = LayerStruct(
             heads_of(shape, *norms),
             shape.is_pre_norm,
             is_gated,
@@ -131,7 +202,7 @@ class LayerKernel:
         )
         first_norm = attn_norm if shape.is_pre_norm else None
         has_keys = qkv.outputs > queries
-        self.store = StoreKernel(shape, first_norm, [qkv.tail(queries)], [k_norm]) if has_keys else None
+        self.store = KVStoreKernel(shape, first_norm, [qkv.tail(queries)], [k_norm]) if has_keys else None
         self._reference = ctypes.byref(self._block)
         self._read = function("prompt", self.dtype)
 
@@ -139,20 +210,20 @@ class LayerKernel:
     def address(self) -> int:
         return ctypes.addressof(self._block)
 
-    def pointers(self, rows: int, columns: Columns) -> tuple[int, int, int, int, int]:
+    def pointers(self, rows: int, columns: KVRange) -> tuple[int, int, int, int, int]:
         """Keys, values, capacity, first and last columns, as `step` takes them."""
-        k, v, first, last, places = columns[:5]
-        _check_cache(self.dtype, rows if places is None else len(k), self._shape, k, v)
+        k, v, first, last, slots = columns[:5]
+        _check_cache(self.dtype, rows if slots is None else len(k), self._shape, k, v)
         return k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr()
 
     def read(
         self,
         h: Tensor,
-        prompts: Prompts,
+        prompts: PackedPrompts,
         memory: tuple[Tensor, Tensor] | None,
         *,
         feeds: bool,
-        shared: SharedColumns | None = None,
+        shared: SharedPrefix | None = None,
     ) -> Tensor:
         """h [N, D], prompts, through the layer, in place; `memory`: k, v [B, G, S, K], filled up to the prompts' ends.
         `shared`: of the tokens `before` those given, where they are not in `memory`."""
@@ -163,7 +234,7 @@ class LayerKernel:
             k, v = memory
             _check_cache(self.dtype, len(prompts), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
-            head = None if shared is None else ctypes.byref(shared.struct(len(prompts), k))
+            head = None if shared is None else ctypes.byref(shared_prefix_struct(shared, len(prompts), k))
             where = (k.data_ptr(), v.data_ptr(), k.shape[2], head)
         threads = torch.get_num_threads()
         self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, feeds, *where, threads)
@@ -175,21 +246,21 @@ class Step:
     so that no step does it: weights have pushed Python out of the caches since the step before."""
 
     def __init__(
-        self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[Columns] | None, *, feeds: bool
+        self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[KVRange] | None, *, feeds: bool
     ) -> None:
-        """As `Backend.prepare_step`; it `takes_fewer`."""
+        """As `Backend.prepare_step`; it `accepts_fewer_rows`."""
         count, dtype = len(layers), layers[0].dtype
         memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
-        places = shared = None
+        slots = shared = None
         if columns is not None:
-            places = columns[0].places
-            assert all(of.places is places for of in columns), "layers of other rows"
-            numbers = [number for of in columns for number in (of.first, of.last, of.places) if number is not None]
+            slots = columns[0].slots
+            assert all(of.slots is slots for of in columns), "layers of other rows"
+            numbers = [number for of in columns for number in (of.first, of.last, of.slots) if number is not None]
             for indices in {id(number): number for number in numbers}.values():  # mostly the same in all layers
                 _check_indices(rows, indices)
-            heads = [at.shared.struct(rows, at.k) for at in columns if at.shared is not None]
+            heads = [shared_prefix_struct(at.shared, rows, at.k) for at in columns if at.shared is not None]
             assert len(heads) in (0, count), "shared columns in some of the layers"
-            shared = (Shared * count)(*heads) if heads else None
+            shared = (SharedPrefixStruct * count)(*heads) if heads else None
             memory = [kernel.pointers(rows, at) for kernel, at in zip(layers, columns, strict=True)]
         for kernel in layers:
             assert (kernel.dtype, kernel.width) == (dtype, layers[0].width), (kernel.dtype, kernel.width)
@@ -207,7 +278,7 @@ class Step:
             (INT64 * count)(*capacities),
             pointers(*first),
             pointers(*last),
-            pointer(places),
+            pointer(slots),
             shared,
         )
 

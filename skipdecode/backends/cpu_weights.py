@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipdecode.backends import choice
-from skipdecode.backends.cpu_calls import Kind, function
+from skipdecode.backends.cpu_library import Kind, function
 from skipdecode.backends.large_pages import LargePages
 
 GATES = 16

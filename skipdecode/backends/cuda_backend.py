@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from skipdecode.backends.backend import (
     Activation,
     Backend,
-    ColumnAttention,
-    Columns,
+    DecodeAttention,
     FusedLayer,
+    GraphKVRange,
+    KVRange,
+    LayerShape,
     Product,
-    TableColumns,
     activate,
 )
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
-from skipdecode.backends.layer_shape import LayerShape
 from skipdecode.config.model import Quantization
 
 
@@ -117,7 +117,7 @@ class CudaLayer:
         assert self._qkv.outputs in (queries, queries + 2 * kv), (self._qkv.outputs, queries, kv)
         self._sizes = [queries] if self._qkv.outputs == queries else [queries, kv, kv]
 
-    def attention(self, x: Tensor, columns: Columns | TableColumns) -> Tensor:
+    def attention(self, x: Tensor, columns: KVRange | GraphKVRange) -> Tensor:
         """Normed states [B, D] -> [B, D], without the bias of `out`."""
         parts = torch.split(self._qkv(x), self._sizes, dim=-1)
         k, v = parts[1:] if len(parts) == 3 else (None, None)
@@ -135,8 +135,8 @@ class CudaLayer:
 class CudaBackend(Backend):
     """As `Backend`, for CUDA devices, or for any on which `kernels` run."""
 
-    takes_places = wants_among = True
-    reads_tables = True
+    supports_multi_token_rows = needs_query_index = True
+    supports_graph_capture = True
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -164,14 +164,14 @@ class CudaBackend(Backend):
         self,
         layers: Sequence[FusedLayer],
         rows: int,
-        columns: Sequence[Columns | TableColumns] | None,
+        columns: Sequence[KVRange | GraphKVRange] | None,
         *,
         feeds: bool,
     ) -> Callable[[Tensor], Tensor]:
         return partial(self._step, cast(Sequence[CudaLayer], layers), columns, feeds)
 
     def _step(
-        self, own: Sequence[CudaLayer], columns: Sequence[Columns | TableColumns] | None, feeds: bool, h: Tensor
+        self, own: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, feeds: bool, h: Tensor
     ) -> Tensor:
         states = h.view(len(h), -1)
         pending: Tensor | None = None  # what the next norm adds to the states, and its bias
@@ -186,20 +186,20 @@ class CudaBackend(Backend):
             self.kernels.add_norm(states, pending, bias, None, is_pre=True)
         return h
 
-    def rows_to_try(self, most: int) -> list[int]:
+    def warm_up_batch_sizes(self, most: int) -> list[int]:
         """How many programs share a row's columns halves where rows double (`triton_launch.splits_for`)."""
         return [*(1 << n for n in range((most - 1).bit_length())), most]
 
-    def column_attention(self, memory: Tensor) -> ColumnAttention | None:
+    def decode_attention(self, memory: Tensor) -> DecodeAttention | None:
         """None where a gradient is wanted."""
         return None if torch.is_grad_enabled() else self._attend_by_parts
 
     def _attend_by_parts(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
         """q [B, H, 1, K], k, v [B, G, 1, K], normed and turned -> as q."""
         heads, kv_heads, head_dim = q.shape[1], (q if k is None else k).shape[1], q.shape[3]
-        if isinstance(columns, Columns):
+        if isinstance(columns, KVRange):
             kv_heads = columns.k.shape[1]
         else:
             assert k is not None, "how many heads share keys?"
@@ -236,7 +236,7 @@ Block = tuple[Norm, CudaProduct, Callable[[Tensor], Tensor]]
 
 
 def _blocks(
-    layers: Sequence[CudaLayer], columns: Sequence[Columns | TableColumns] | None, *, feeds: bool
+    layers: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, *, feeds: bool
 ) -> list[Block]:
     blocks: list[Block] = []
     for number, layer in enumerate(layers):

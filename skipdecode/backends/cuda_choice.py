@@ -13,7 +13,7 @@ import torch
 from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice
 from skipdecode.backends.cuda_backend import CudaBackend
-from skipdecode.backends.kernel_self_test import first_problem
+from skipdecode.backends.kernel_self_test import self_test
 
 MIN_CAPABILITY = (8, 0)
 """bfloat16 products begin here (A100, L4); nothing older is tested."""
@@ -78,6 +78,6 @@ def _problem() -> str | None:
         return f"Triton cannot be imported ({error}); CUDA builds of torch bring it"
     try:
         with torch.inference_mode():
-            return first_problem(TritonKernels(), torch.device("cuda"))
+            return self_test(TritonKernels(), torch.device("cuda"))
     except Exception as error:  # the device itself
         return f"the first kernels failed ({type(error).__name__}: {error})".splitlines()[0][:300]

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.backend import GraphKVRange, KVRange
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +48,13 @@ class Kernels(Protocol):
     """
 
     def attend(
-        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
         """Attention of one new column per row over its columns `first..last`: q [B, H K] -> [B, H K].
 
         k, v [B, G K], rows of any stride: norms and turns them, stores them at `last` first, in place. None: they are
         stored. No column but these is read: memory around them may be anything, and needs no mask. Where `columns` has
-        `places` and `among`, rows of one place are several new columns of it: all are stored before any attends.
+        `slots` and `query_index`, rows of one place are several new columns of it: all are stored before any attends.
         """
 
     def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:

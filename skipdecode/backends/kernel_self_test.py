@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.backend import GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
 from skipdecode.backends.torch_kernels import TorchKernels
 
@@ -21,7 +21,7 @@ Run = Callable[[Kernels], Sequence[Tensor]]
 """What comes out, and what was written in place."""
 
 
-def first_problem(kernels: Kernels, device: torch.device) -> str | None:
+def self_test(kernels: Kernels, device: torch.device) -> str | None:
     """Which of them fails there or is wrong, and how; None: none. Takes the seconds that compiling takes."""
     for name, run in _cases(device).items():
         try:
@@ -61,18 +61,18 @@ def _cases(device: torch.device) -> dict[str, Run]:
     def attend(kernels: Kernels, *, has_table: bool) -> Sequence[Tensor]:
         own = memory.clone()
         k, v = own.view(2, B, G, COLUMNS, K)
-        columns = TableColumns(own, where, first, last) if has_table else Columns(k, v, first, last)
+        columns = GraphKVRange(own, where, first, last) if has_table else KVRange(k, v, first, last)
         q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
         out = kernels.attend(Heads(H, G, K, rotary_table), q, new_k, new_v, columns)
         return out, own
 
-    def attend_places(kernels: Kernels) -> Sequence[Tensor]:
+    def attend_several(kernels: Kernels) -> Sequence[Tensor]:
         own = memory.clone()
         k, v = own.view(2, B, G, COLUMNS, K)
-        ends, places = torch.tensor([[20, 21, 9], [1, 1, 2]], device=device)
-        among = torch.tensor([[0, 1, 0], [2, 2, 1]], device=device)
+        ends, slots = torch.tensor([[20, 21, 9], [1, 1, 2]], device=device)
+        query_index = torch.tensor([[0, 1, 0], [2, 2, 1]], device=device)
         q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
-        columns = Columns(k, v, first, ends, places, among=among, most=2)
+        columns = KVRange(k, v, first, ends, slots, query_index=query_index, max_queries=2)
         return kernels.attend(Heads(H, G, K, rotary_table), q, new_k, new_v, columns), own
 
     def norm(kernels: Kernels, kind: Norm) -> Sequence[Tensor]:
@@ -82,7 +82,7 @@ def _cases(device: torch.device) -> dict[str, Run]:
     return {
         "attention": lambda kernels: attend(kernels, has_table=False),
         "attention of graphs": lambda kernels: attend(kernels, has_table=True),
-        "attention of several columns a row": attend_places,
+        "attention of several columns a row": attend_several,
         "layer norms": lambda kernels: norm(kernels, Norm("layer", 1e-5, weight, bias)),
         "RMS norms": lambda kernels: norm(kernels, Norm("rms", 1e-5, weight, None)),
         "gates": lambda kernels: [kernels.gate(wide)],

@@ -41,7 +41,7 @@ def large_pages(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[T
     return tensors
 
 
-def spare_bytes() -> int:
+def reusable_bytes() -> int:
     """Memory that this process holds for the next tensors of `large_pages`: free for them, and for nobody else."""
     return _SPARE.nbytes
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.rope import Rope
 
-Turn = Tensor
+Rotation = Tensor
 """[B, 1, T, r] float32: cosines, then sines, of each position."""
 
 
@@ -47,17 +47,17 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
     return torch.where(is_between, between, slowed)
 
 
-def turn_of(table: Tensor | None, positions: Tensor) -> Turn | None:
+def rotation_at(table: Tensor | None, positions: Tensor) -> Rotation | None:
     """Of positions [B, T] int64 (-1: padding, anything will do); `table` as `rotary_table` gives it."""
     return None if table is None else table[positions.clamp(min=0, max=len(table) - 1)][:, None]
 
 
-def apply_rotary(x: Tensor, turn: Turn | None) -> Tensor:
+def apply_rotary(x: Tensor, rotation: Rotation | None) -> Tensor:
     """x [B, heads, T, K] at its positions, in float32, rounded once."""
-    if turn is None:
+    if rotation is None:
         return x
-    half = turn.shape[-1] // 2
-    cos, sin = turn[..., :half], turn[..., half:]
+    half = rotation.shape[-1] // 2
+    cos, sin = rotation[..., :half], rotation[..., half:]
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
     parts = [a * cos - b * sin, b * cos + a * sin]
     return torch.cat([*(part.to(x.dtype) for part in parts), x[..., 2 * half :]], dim=-1)

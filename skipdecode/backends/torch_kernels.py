@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.backend import GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.rope import apply_rotary, turn_of
+from skipdecode.backends.rope import apply_rotary, rotation_at
 from skipdecode.backends.torch_sampling import pick_by_sort
 
 
@@ -19,23 +19,23 @@ class TorchKernels:
     """As `cuda_kernels.Kernels`."""
 
     def attend(
-        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
         keys, values = memory_of(columns, len(q), heads)
         first, last = columns.first, columns.last.expand(len(q))
-        places = columns.places if isinstance(columns, Columns) else None
-        rows = torch.arange(len(q), device=q.device) if places is None else places
-        turn = turn_of(heads.rotary_table, (last - first)[:, None])
+        slots = columns.slots if isinstance(columns, KVRange) else None
+        rows = torch.arange(len(q), device=q.device) if slots is None else slots
+        rotation = rotation_at(heads.rotary_table, (last - first)[:, None])
 
         def ready(x: Tensor, weight: Tensor | None) -> Tensor:
             x = x.reshape(len(q), -1, 1, heads.head_dim)  # [B, heads, 1, K]
-            return apply_rotary(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), turn)
+            return apply_rotary(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), rotation)
 
         if k is not None and v is not None:
             keys[rows, :, last] = ready(k, heads.k_norm)[:, :, 0]
             values[rows, :, last] = v.reshape(len(q), heads.kv_heads, heads.head_dim)
-        if places is not None:
-            keys, values = keys[places], values[places]
+        if slots is not None:
+            keys, values = keys[slots], values[slots]
         at = torch.arange(keys.shape[2], device=q.device)
         sees = (at >= first[:, None]) & (at <= last[:, None])  # [B, S]
         seen = sees[:, None, :, None]
@@ -73,9 +73,9 @@ def normed_by(norm: Norm, x: Tensor) -> Tensor:
     return F.layer_norm(x, shape, norm.weight, norm.bias, norm.epsilon)
 
 
-def memory_of(columns: Columns | TableColumns, num_rows: int, heads: Heads) -> tuple[Tensor, Tensor]:
+def memory_of(columns: KVRange | GraphKVRange, num_rows: int, heads: Heads) -> tuple[Tensor, Tensor]:
     """Keys and values [B, G, S, K] in place; of a table, as many columns as any row sees. Waits for the device."""
-    if isinstance(columns, Columns):
+    if isinstance(columns, KVRange):
         return columns.k, columns.v
     k_at, v_at, row, head = columns.where.tolist()
     shape = (num_rows, heads.kv_heads, int(columns.last.max()) + 1, heads.head_dim)

@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.backend import GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.triton_attention import attend_kernel
 from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
@@ -60,14 +60,14 @@ class TritonKernels:
         self._arrived: dict[torch.device, Tensor] = {}
 
     def attend(
-        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns
+        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
-        if isinstance(columns, Columns) and columns.most > 1:
+        if isinstance(columns, KVRange) and columns.max_queries > 1:
             return self._attend_places(heads, q, k, v, columns)
         B, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
         has_new, splits, group, table = k is not None, splits_for(B, G), H // G, heads.rotary_table
-        places = columns.places if isinstance(columns, Columns) else None
-        where = columns.where if isinstance(columns, TableColumns) else None
+        slots = columns.slots if isinstance(columns, KVRange) else None
+        where = columns.where if isinstance(columns, GraphKVRange) else None
         keys, values = _memory(columns, heads)
         rotating = 0 if table is None else table.shape[1]
         _check(heads, q, k, v, columns)
@@ -76,24 +76,24 @@ class TritonKernels:
         launch(
             attend_kernel,
             (G, B, splits),
-            q, k, v, keys, values, where, columns.first, columns.last, places, out,
+            q, k, v, keys, values, where, columns.first, columns.last, slots, out,
             table, heads.q_norm, heads.k_norm, *self._parts(q, G, splits, group, K),
             q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
             0 if where is not None else keys.stride(0), 0 if where is not None else keys.stride(1),
             columns.last.stride(0), 1 if table is None else len(table), K**-0.5, heads.epsilon,
             G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
             BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new, HAS_TABLE=where is not None,
-            HAS_PLACES=places is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
+            HAS_PLACES=slots is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
             IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
         return out
 
-    def _attend_places(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns) -> Tensor:
+    def _attend_places(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange) -> Tensor:
         N, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
         group, table, splits = H // G, heads.rotary_table, splits_for(N, G)
-        assert columns.places is not None
-        assert columns.among is not None
-        assert columns.among.shape == (2, N), columns.among.shape
+        assert columns.slots is not None
+        assert columns.query_index is not None
+        assert columns.query_index.shape == (2, N), columns.query_index.shape
         _check(heads, q, k, v, columns)
         keys, values = _memory(columns, heads)
         padded, strides = max(16, _power(K)), (keys.stride(0), keys.stride(1))
@@ -103,7 +103,7 @@ class TritonKernels:
             launch(
                 store_kernel,
                 (G, N),
-                q, k, v, keys, values, columns.places, columns.first, columns.last, ready,
+                q, k, v, keys, values, columns.slots, columns.first, columns.last, ready,
                 table, heads.q_norm, heads.k_norm,
                 q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0), *strides,
                 1 if table is None else len(table), heads.epsilon,
@@ -111,12 +111,12 @@ class TritonKernels:
                 HAS_NEW=k is not None, HAS_Q=turns, HAS_Q_NORM=heads.q_norm is not None,
                 HAS_K_NORM=heads.k_norm is not None, num_warps=1,
             )  # fmt: skip
-        together = max(1, min(_power(columns.most), TOGETHER // group))
+        together = max(1, min(_power(columns.max_queries), TOGETHER // group))
         out = q.new_empty(N, H * K)
         launch(
             attend_places_kernel,
             (G, N, splits),
-            ready, *columns.among, keys, values, columns.places, columns.first, columns.last, out,
+            ready, *columns.query_index, keys, values, columns.slots, columns.first, columns.last, out,
             *self._parts(q, G, splits, together * group, K),
             ready.stride(0), *strides, K**-0.5,
             G=G, GROUP=group, T=together, M=max(16, _power(together * group)), K=K, KP=padded,
@@ -190,7 +190,7 @@ class TritonKernels:
         return self._arrived[device]
 
 
-def _check(heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Columns | TableColumns) -> None:
+def _check(heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange) -> None:
     B = len(q)
     assert q.shape == (B, heads.heads * heads.head_dim), q.shape
     assert q.stride(1) == 1, q.stride()
@@ -201,15 +201,15 @@ def _check(heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns:
             new.shape,
             new.stride(),
         )
-    places = columns.places if isinstance(columns, Columns) else None
-    assert places is None or (places.shape == (B,) and places.stride(0) == columns.last.stride(0) == 1), places
+    slots = columns.slots if isinstance(columns, KVRange) else None
+    assert slots is None or (slots.shape == (B,) and slots.stride(0) == columns.last.stride(0) == 1), slots
 
 
-def _memory(columns: Columns | TableColumns, heads: Heads) -> tuple[Tensor, Tensor]:
+def _memory(columns: KVRange | GraphKVRange, heads: Heads) -> tuple[Tensor, Tensor]:
     """Where the kernel begins to count."""
-    if isinstance(columns, TableColumns):
+    if isinstance(columns, GraphKVRange):
         return columns.memory, columns.memory
-    assert columns.most == 1 or columns.places is not None, columns.most
+    assert columns.max_queries == 1 or columns.slots is not None, columns.max_queries
     for own in (columns.k, columns.v):
         assert own.shape[1::2] == (heads.kv_heads, heads.head_dim), (own.shape, heads)
         assert own.stride()[2:] == (heads.head_dim, 1), own.stride()

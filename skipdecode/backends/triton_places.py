@@ -1,4 +1,4 @@
-"""Triton's kernels of attention for several new columns of a row, as drafts are verified (`Columns.among`).
+"""Triton's kernels of attention for several new columns of a row, as drafts are verified (`KVRange.query_index`).
 
 One stores keys and values of all, since any may attend to any; the next one attends. Tokens of a row lie side by side,
 and share what is read of its columns: each sees those up to its own. Names as in `triton_attention`, of whose steps

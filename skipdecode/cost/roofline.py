@@ -269,7 +269,7 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
         matmul_s = math.inf
         for number in {kind} if is_cuda else {kind, torch.float32}:
             x, weight = (torch.randn(rows, n, device=device).to(number) for rows in (2 * n, n))
-            products = backend_on(x.device).vendors_products(weight)
+            products = backend_on(x.device).library_matmuls(weight)
             matmul_s = min(matmul_s, *(timed(partial(product, x), 6) for product in products))
         source = torch.ones(1 << 28 if is_cuda else 1 << 26, dtype=torch.float32, device=device)
         read_s = timed(source.sum, 6)

@@ -171,7 +171,7 @@ class ContinuousBatch:
             return shared.feed(plan, return_argmax=return_argmax), shared.cache
         longest = max(len(r.prompt_tokens) for r in requests)
         tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
-        if self._is_closed and model.takes_unpadded(self._cache.memory_of(0)[0]):
+        if self._is_closed and model.supports_packed_prompts(self._cache.memory_of(0)[0]):
             assert not self._members, "rows of a closed batch come once"
             cache = self._cache.open(*_lengths(requests))
             return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, return_argmax=return_argmax), None

@@ -285,4 +285,4 @@ def _no_room(error: Exception) -> str:
 def graphs_serve(model: Decoder) -> bool:
     """Whether steps can be captured: on a GPU, where kernels read their bounds on the device. Elsewhere launches cost
     little, or steps run kernel by kernel."""
-    return model.device.type == "cuda" and backend_on(model.device).reads_tables
+    return model.device.type == "cuda" and backend_on(model.device).supports_graph_capture

@@ -141,7 +141,7 @@ class SharedPrompts:
         self._heads = _cache_of_heads(model, sharing, schedule)
         self._head_tokens = _padded(model, sharing.heads)
         self._before = sharing.lengths(sharing.of_row)
-        self.copies = copies or not (model.reads_shared and model.takes_unpadded(self._heads.k[0]))
+        self.copies = copies or not (model.supports_shared_prefix and model.supports_packed_prompts(self._heads.k[0]))
         own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before, strict=True)]
         self.tokens = _padded(model, own)  # [B, P], or the rows' own ends
         paddings = _paddings(own)
@@ -153,7 +153,7 @@ class SharedPrompts:
 
     def feed(self, plan: LayerPlan, *, return_argmax: bool = False) -> Tensor:
         """As `prompts.feed_prompts`, heads first."""
-        if not self.model.takes_unpadded(self._heads.k[0]):
+        if not self.model.supports_packed_prompts(self._heads.k[0]):
             _clear_padding(self._heads)
         self._feed_heads(plan)
         if self.copies:
@@ -176,7 +176,7 @@ class SharedPrompts:
         """What `cache` lacks of prompts [B, P] of which it has `had` [B] tokens each, or shares them; some rows at a
         time."""
         (whole, columns), before = tokens.shape, to_device(had, self.model.device)
-        is_unpadded = self.model.takes_unpadded(cache.k[0])
+        is_unpadded = self.model.supports_packed_prompts(cache.k[0])
         has_all = cache.shared is None  # what is shared is in no column
         in_place = had if has_all else [0] * whole
         lengths = [columns - pad - n for pad, n in zip(_known(cache), in_place, strict=True)]  # [B] tokens to feed

@@ -18,10 +18,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import TableColumns
+from skipdecode.backends.backend import GraphKVRange
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.backends.rope import Rotation, rotation_at
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.batch_sizes import ALIGNMENT
 from skipdecode.kv.static_cache import KVCache
@@ -129,7 +129,7 @@ class Layout:
         return self.rows, self.heads, self.columns[owner], self.head_dim
 
     def places(self, start: int) -> dict[int, tuple[int, int, int, int]]:
-        """As `TableColumns.where`, of a part that begins at `start`."""
+        """As `GraphKVRange.where`, of a part that begins at `start`."""
         places, at = {}, start
         for owner, columns in self.columns.items():
             head = columns * self.head_dim
@@ -144,7 +144,7 @@ class GraphedCache(KVCache):
 
     part: PoolPart
     where: Tensor
-    """[L, 4] int64, as `TableColumns.where` of each layer."""
+    """[L, 4] int64, as `GraphKVRange.where` of each layer."""
     serial: int
     """Of these rows in that place; other rows, another number."""
 
@@ -207,20 +207,20 @@ class TableView(StepView):
     def __init__(
         self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, table: Tensor | None
     ) -> None:
-        """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `TableColumns`. `positions` [B, 1]
+        """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `GraphKVRange`. `positions` [B, 1]
         int64; `table`: of `rope.rotary_table`."""
         self._memory, self._where, self._first, self._last = memory, where, first, last
         self._positions, self._table = positions, table
-        attend_one = backend_on(memory.device).column_attention(memory)
+        attend_one = backend_on(memory.device).decode_attention(memory)
         assert attend_one is not None, "a back end that reads no tables"
         self._attend_one = attend_one
 
     @cached_property
-    def turn(self) -> Turn | None:
-        return turn_of(self._table, self._positions)
+    def rotation(self) -> Rotation | None:
+        return rotation_at(self._table, self._positions)
 
-    def columns(self, layer: int) -> TableColumns:
-        return TableColumns(self._memory, self._where[layer], self._first, self._last.expand(len(self._first)))
+    def columns(self, layer: int) -> GraphKVRange:
+        return GraphKVRange(self._memory, self._where[layer], self._first, self._last.expand(len(self._first)))
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return self._attend_one(q, k, v, self.columns(layer))

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import Backend, ColumnAttention, Columns, FusedLayer
+from skipdecode.backends.backend import Backend, DecodeAttention, FusedLayer, KVRange
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.backends.rope import Rotation, rotation_at
 from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import StepView, attention
@@ -61,8 +61,8 @@ class PreparedCalls:
         """`Backend.prepare_step` for tokens that attend; `numbers` and `most` as of `TokensView`, `memory_of` a layer
         as `SlotCache.memory_of`."""
         backend, size = self._backend, numbers.shape[1]
-        room = max(FEW, 1 << (size - 1).bit_length()) if backend.takes_fewer else size
-        key = (room, most if backend.wants_among else 1, feeds, *layers, *kernels)
+        room = max(FEW, 1 << (size - 1).bit_length()) if backend.accepts_fewer_rows else size
+        key = (room, most if backend.needs_query_index else 1, feeds, *layers, *kernels)
         if key not in self._kept:
             if len(self._kept) >= KEPT:
                 self._kept.clear()
@@ -77,10 +77,11 @@ class PreparedCalls:
         return kept.call
 
 
-def columns_of(memory: tuple[Tensor, Tensor], numbers: Tensor, most: int) -> Columns:
+def columns_of(memory: tuple[Tensor, Tensor], numbers: Tensor, most: int) -> KVRange:
     """Of `TokensView.numbers`."""
     first, last, places = numbers[:3]
-    return Columns(*memory, first, last, places, among=numbers[3:] if len(numbers) > 3 else None, most=most)
+    query_index = numbers[3:] if len(numbers) > 3 else None
+    return KVRange(*memory, first, last, places, query_index=query_index, max_queries=most)
 
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
@@ -203,9 +204,9 @@ class SlotCache:
         return len(self.prompts)
 
     @cached_property
-    def token_attention(self) -> ColumnAttention | None:
+    def token_attention(self) -> DecodeAttention | None:
         """What `TokensView` attends by; None: torch's operators."""
-        return self._backend.column_attention(self._k[0]) if self._backend.takes_places else None
+        return self._backend.decode_attention(self._k[0]) if self._backend.supports_multi_token_rows else None
 
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of all rows of the batch: [B, G, columns of the layer, K]."""
@@ -215,8 +216,8 @@ class SlotCache:
         return self._k[owner][rows], self._v[owner][rows]
 
     @property
-    def wants_among(self) -> bool:
-        return self._backend.wants_among
+    def needs_query_index(self) -> bool:
+        return self._backend.needs_query_index
 
     def step_of(
         self, kernels: Sequence[FusedLayer], layers: Sequence[int], numbers: Tensor, most: int, *, feeds: bool
@@ -226,7 +227,7 @@ class SlotCache:
 
     def view(self, table: Tensor | None = None) -> "SlotView":
         """All rows of the batch, in the step begun; `table` as in `SlotView`."""
-        attend_one = self._backend.column_attention(self._k[0])
+        attend_one = self._backend.decode_attention(self._k[0])
         return SlotView(self, 0, len(self._visible), table, attend_one)
 
     # --- of rows start..end-1, in the step begun
@@ -235,7 +236,7 @@ class SlotCache:
         """[n] int64: the column that each row writes, which is its position."""
         return self._at[start:end]
 
-    def memory(self, layer: int, start: int, end: int) -> Columns:
+    def memory(self, layer: int, start: int, end: int) -> KVRange:
         """As `KVCache.columns`: every row has its own."""
         owner, rows = self._sharing_map[layer], slice(self.first + start, self.first + end)
         return Columns(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
@@ -278,7 +279,7 @@ class SlotCache:
         heads, dim = self._config.num_kv_heads, self._config.head_dim
         shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
         sizes = [math.prod(shape) for shape in shapes]
-        memory = self._backend.cache_memory(sum(sizes), self._dtype, self._device, is_filled=self._is_closed)
+        memory = self._backend.allocate_cache(sum(sizes), self._dtype, self._device, is_filled=self._is_closed)
         pieces = torch.split(memory, sizes)
         views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         count = len(self._ends)
@@ -327,17 +328,17 @@ class SlotView(StepView):
     """Rows of an arena in the step begun, one new column each."""
 
     def __init__(
-        self, arena: SlotCache, start: int, end: int, table: Tensor | None, attend_one: ColumnAttention | None
+        self, arena: SlotCache, start: int, end: int, table: Tensor | None, attend_one: DecodeAttention | None
     ) -> None:
         """`table`: of `rope.rotary_table`; `attend_one` as in `KVCache`."""
         self._cache, self._start, self._end, self._table = arena, start, end, table
         self._attend_one, self.has_kernels = attend_one, attend_one is not None
 
     @property
-    def turn(self) -> Turn | None:
-        return turn_of(self._table, self._cache.columns_at(self._start, self._end)[:, None])
+    def rotation(self) -> Rotation | None:
+        return rotation_at(self._table, self._cache.columns_at(self._start, self._end)[:, None])
 
-    def columns(self, layer: int) -> Columns:
+    def columns(self, layer: int) -> KVRange:
         return self._cache.memory(layer, self._start, self._end)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -373,7 +374,7 @@ class TokensView(StepView):
     def advance(self) -> None:
         """To the next column of every token's place."""
         self._columns = self.numbers[1].add_(1)
-        for kept in ("turn", "_slots"):
+        for kept in ("rotation", "_slots"):
             self.__dict__.pop(kept, None)
 
     @property
@@ -382,19 +383,19 @@ class TokensView(StepView):
         return self._columns[:, None]
 
     @cached_property
-    def turn(self) -> Turn | None:
-        return turn_of(self._table, self.positions)
+    def rotation(self) -> Rotation | None:
+        return rotation_at(self._table, self.positions)
 
     @cached_property
     def numbers(self) -> Tensor:
         """[3, N] int64: the first column of each token's place, its own, and its place; or [5, N], with what is
-        `Columns.among`."""
+        `KVRange.query_index`."""
         numbers = torch.stack([torch.zeros_like(self._columns), self._columns, self._places])
-        if not self._cache.wants_among:
+        if not self._cache.needs_query_index:
             return numbers
         return torch.cat([numbers, among(self._places, self._cache.num_rows)])
 
-    def columns(self, layer: int) -> Columns:
+    def columns(self, layer: int) -> KVRange:
         return columns_of(self._cache.memory_of(layer), self.numbers, self._most)
 
     def run(
@@ -440,7 +441,7 @@ class TokensView(StepView):
 
 
 def among(places: Tensor, num_rows: int) -> Tensor:
-    """`Columns.among` [2, N] of tokens at `places` [N]. Waits for no device."""
+    """`KVRange.query_index` [2, N] of tokens at `places` [N]. Waits for no device."""
     at = torch.arange(len(places), device=places.device)
     begins = torch.cat([at[:1] == 0, places[1:] != places[:-1]])
     counts = places.new_zeros(num_rows).index_add_(0, places, torch.ones_like(places))

@@ -15,10 +15,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import ColumnAttention, Columns, FusedLayer, FusedStore, Prompts, SharedColumns
+from skipdecode.backends.backend import DecodeAttention, FusedKVStore, FusedLayer, KVRange, PackedPrompts, SharedPrefix
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.backends.rope import Rotation, rotation_at
 from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.view import StepView, attention, causal_mask, diagonal
 
@@ -43,8 +43,8 @@ class SharedPrefixKV:
         """All of it, once."""
         return [t[owner] for owner in set(self._sharing_map) for t in (self._k, self._v)]
 
-    def columns(self, layer: int) -> SharedColumns:
-        return SharedColumns(self._k[layer], self._v[layer], self._where, self.counts)
+    def columns(self, layer: int) -> SharedPrefix:
+        return SharedPrefix(self._k[layer], self._v[layer], self._where, self.counts)
 
     def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
         """For some of the rows, the same memory."""
@@ -128,15 +128,15 @@ class KVCache:
         return own if self.shared is None else own + self.shared.counts
 
     @property
-    def attend_one(self) -> ColumnAttention | None:
-        """The back end's attention of one new column per row (`Backend.column_attention`)."""
-        return backend_on(self.num_pad.device).column_attention(self.k[0])
+    def attend_one(self) -> DecodeAttention | None:
+        """The back end's attention of one new column per row (`Backend.decode_attention`)."""
+        return backend_on(self.num_pad.device).decode_attention(self.k[0])
 
-    def columns(self, layer: int) -> Columns:
-        """Memory, first and last column of every row for one new column per row (`ColumnAttention`)."""
+    def columns(self, layer: int) -> KVRange:
+        """Memory, first and last column of every row for one new column per row (`DecodeAttention`)."""
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
         shared = None if self.shared is None else self.shared.columns(layer)
-        return Columns(self.k[layer], self.v[layer], self.num_pad, self._newest(), shared=shared)
+        return KVRange(self.k[layer], self.v[layer], self.num_pad, self._newest(), shared=shared)
 
     def _newest(self) -> Tensor:
         """[B] int64: the column that a step writes. Filled once per step, not once per layer."""
@@ -277,7 +277,9 @@ def _memory(
     own: dict[int, tuple[Tensor, Tensor]] = {}
     for device in dict.fromkeys(devices):
         here = [owner for owner in shapes if devices[owner] == device]
-        memory = iter(backend_on(device).filled_memory([shapes[owner] for owner in here for _ in "kv"], dtype, device))
+        memory = iter(
+            backend_on(device).allocate_buffers([shapes[owner] for owner in here for _ in "kv"], dtype, device)
+        )
         own |= {owner: (next(memory), next(memory)) for owner in here}
     return own
 
@@ -295,10 +297,10 @@ class PaddedView(StepView):
         self.has_kernels = self._attend_one is not None
 
     @cached_property
-    def turn(self) -> Turn | None:
-        return turn_of(self._table, self._positions)
+    def rotation(self) -> Rotation | None:
+        return rotation_at(self._table, self._positions)
 
-    def columns(self, layer: int) -> Columns:
+    def columns(self, layer: int) -> KVRange:
         return self._cache.columns(layer)
 
     def run(
@@ -337,13 +339,13 @@ class PromptsView:
     """Prompts into `cache`, where every layer is one kernel; states are [N, D], without the padding."""
 
     has_kernels = stores_by_kernel = True
-    turn = None
+    rotation = None
 
     def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, before: Tensor | None = None) -> None:
         """`before` [B] int64: tokens of each prompt that are in `cache`, or shared; None: none."""
         self._cache, self._positions, self._table = cache, positions, table
         columns = cache.num_pad if cache.shared is None else cache.num_pad - cache.shared.counts
-        self.prompts = Prompts(positions, columns, before)
+        self.prompts = PackedPrompts(positions, columns, before)
         self.pack = self.prompts.pack
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -360,7 +362,7 @@ class PromptsView:
             h = kernel.read(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
         return h
 
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
 
     def part(self, where: slice) -> "PromptsView":
@@ -368,13 +370,13 @@ class PromptsView:
         return self
 
     def last(self, h: Tensor) -> tuple[Tensor, "LastTokensView"]:
-        turn = turn_of(self._table, self._positions[:, -1:])
-        return self.prompts.last(h), LastTokensView(self._cache, self.prompts.last_columns, turn)
+        rotation = rotation_at(self._table, self._positions[:, -1:])
+        return self.prompts.last(h), LastTokensView(self._cache, self.prompts.last_columns, rotation)
 
     def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._cache.k[layer], self._cache.v[layer]
 
-    def _shared(self, layer: int) -> SharedColumns | None:
+    def _shared(self, layer: int) -> SharedPrefix | None:
         return None if self._cache.shared is None else self._cache.shared.columns(layer)
 
 
@@ -383,14 +385,14 @@ class LastTokensView(StepView):
 
     has_kernels = True
 
-    def __init__(self, cache: KVCache, last_columns: Tensor, turn: Turn | None) -> None:
+    def __init__(self, cache: KVCache, last_columns: Tensor, rotation: Rotation | None) -> None:
         """`last_columns` [B] int64: of these tokens."""
-        self._cache, self._last, self.turn = cache, last_columns, turn
+        self._cache, self._last, self.rotation = cache, last_columns, rotation
 
-    def columns(self, layer: int) -> Columns:
+    def columns(self, layer: int) -> KVRange:
         cache = self._cache
         shared = None if cache.shared is None else cache.shared.columns(layer)
-        return Columns(cache.k[layer], cache.v[layer], cache.num_pad, self._last, shared=shared)
+        return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last, shared=shared)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         attend_one = self._cache.attend_one

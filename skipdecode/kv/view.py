@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends.backend import Columns, FusedLayer, FusedStore, TableColumns
+from skipdecode.backends.backend import FusedKVStore, FusedLayer, GraphKVRange, KVRange
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.rope import Turn
+from skipdecode.backends.rope import Rotation
 
 
 class KVView(Protocol):
@@ -27,7 +27,7 @@ class KVView(Protocol):
     """`store_by_kernel` serves."""
 
     @property
-    def turn(self) -> Turn | None:
+    def rotation(self) -> Rotation | None:
         """The rotation of the new columns; None: positions are in the embedding."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -42,7 +42,7 @@ class KVView(Protocol):
     ) -> Tensor:
         """Layers one behind the other, or one block of each, as kernels; in place."""
 
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         """K and V of the new columns as one kernel: of each of its products in the layer that `layers` gives."""
 
     def part(self, where: slice) -> Self:
@@ -64,7 +64,7 @@ class StepView:
 
     stores_by_kernel = False
 
-    def columns(self, layer: int) -> Columns | TableColumns:
+    def columns(self, layer: int) -> KVRange | GraphKVRange:
         """What the new column of every row attends to in that layer, and where it goes."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class StepView:
         columns = [self.columns(layer) for layer in layers] if attends else None
         return backend_on(h.device).prepare_step(kernels, len(h), columns, feeds=feeds)(h)
 
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for prompts, and one column")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.backend import FusedLayer, Packed
+from skipdecode.backends.backend import FusedLayer, PackedWeight
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.rope import rotary_table
 from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         self.swift = SwiftKV(config) if has_shared else None
         self.placement: Placement | None = None
         """Where layers are on several devices."""
-        self.packed_head: Packed | None = None
+        self.packed_head: PackedWeight | None = None
         """As the back end reads it; None: it is not packed."""
         self._rotations: dict[torch.device, Tensor] = {}
         self.quantization: Quantization | None = None
@@ -116,19 +116,19 @@ class Decoder(nn.Module):
         return backend_on(self.device).prompt_tokens(self._fused, self.device)
 
     @property
-    def reads_shared(self) -> bool:
-        """Whether rows read one copy of the columns that they share, where they lie (`Backend.reads_shared`)."""
-        return backend_on(self.device).reads_shared(self._fused)
+    def supports_shared_prefix(self) -> bool:
+        """Whether rows can read one copy of a prefix that they share (`Backend.supports_shared_prefix`)."""
+        return backend_on(self.device).supports_shared_prefix(self._fused)
 
     @property
-    def keeps_bits(self) -> bool:
-        """Whether a token's logits are the same, bit by bit, whatever is fed beside it (`Backend.keeps_bits`)."""
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's logits are the same, bit by bit, whatever is fed beside it."""
         by_kernels = self.project_in is None and product(self.packed_head, None) is not None
-        return by_kernels and self.placement is None and backend_on(self.device).keeps_bits(self._fused)
+        return by_kernels and self.placement is None and backend_on(self.device).is_batch_invariant(self._fused)
 
-    def takes_unpadded(self, memory: Tensor) -> bool:
-        """Whether prompts are fed without their padding into `memory` of that kind (`Backend.takes_unpadded`)."""
-        return backend_on(self.device).takes_unpadded(self._fused, memory)
+    def supports_packed_prompts(self, memory: Tensor) -> bool:
+        """Whether prompts are fed without their padding into `memory` [B, G, S, K] of that kind."""
+        return backend_on(self.device).supports_packed_prompts(self._fused, memory)
 
     @property
     def _fused(self) -> list[FusedLayer | None]:
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
             cache.length += T
             return self.argmax(last) if return_argmax else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_table)
-        if ranges.last_token_at is not None and self.takes_unpadded(cache.k[0]):
+        if ranges.last_token_at is not None and self.supports_packed_prompts(cache.k[0]):
             kv = prompts = PromptsView(cache, positions, self.rotary_table, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)

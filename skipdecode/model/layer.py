@@ -89,7 +89,7 @@ class Layer(nn.Module):
 
     def keys(self, k: Tensor, kv: KVView) -> Tensor:
         """Keys [B, G, T, K] as projected -> as they are kept: normed, and turned to their positions."""
-        return apply_rotary(k if self.k_norm is None else self.k_norm(k), kv.turn)
+        return apply_rotary(k if self.k_norm is None else self.k_norm(k), kv.rotation)
 
     def _project(self, h: Tensor, kv: KVView) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, T, D] -> q [B, H, T, K], k and v [B, G, T, K]."""
@@ -100,7 +100,7 @@ class Layer(nn.Module):
 
     def _queries(self, q: Tensor, kv: KVView) -> Tensor:
         q = self._by_head(q)
-        return apply_rotary(q if self.q_norm is None else self.q_norm(q), kv.turn)
+        return apply_rotary(q if self.q_norm is None else self.q_norm(q), kv.rotation)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[B, T, heads x K] -> [B, heads, T, K]."""

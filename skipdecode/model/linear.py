@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.backend import TORCH, Activation, Backend, Packed, Product, activate
+from skipdecode.backends.backend import TORCH, Activation, Backend, PackedWeight, Product, activate
 from skipdecode.backends.device import backend_on
 from skipdecode.config.model import Quantization
 
@@ -20,7 +20,7 @@ class Linear(nn.Linear):
     `is_gated`: a layer for `swiglu`: outputs are [gate; other], and the result is silu(gate) * other [..., out / 2].
     """
 
-    packed: Packed | None = None
+    packed: PackedWeight | None = None
     backend: Backend = TORCH
     """What packed it."""
 
@@ -64,11 +64,11 @@ class Linear(nn.Linear):
         return product(self.packed, self.bias)
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False) -> Packed | None:
+def pack(weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False) -> PackedWeight | None:
     """A weight [out, in] alone, as `Linear.pack` does it."""
     return backend_on(weight.device).pack(weight, quantization, is_gated=is_gated)
 
 
-def product(packed: Packed | None, bias: Tensor | None) -> Product | None:
+def product(packed: PackedWeight | None, bias: Tensor | None) -> Product | None:
     """For a kernel that does more than this product; None where the weight is not packed for kernels."""
     return None if packed is None else packed.product(bias)

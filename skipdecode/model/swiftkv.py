@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.backend import FusedStore, Packed
+from skipdecode.backends.backend import FusedKVStore, PackedWeight
 from skipdecode.backends.device import backend_on
 from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.kv.view import KVView
@@ -33,8 +33,8 @@ class SwiftKV(nn.Module):
         self.norm = make_norm(config, width)
         self.q = nn.ModuleList(Linear(width, config.q_dim, bias=bias) for _ in range(shape.num_shared(config)))
         self._num_groups = shape.num_groups(config)
-        self._packed: list[Packed] = []  # the parts of `kv.weight`, one per group
-        self._store_kernel: FusedStore | None = None
+        self._packed: list[PackedWeight] = []  # the parts of `kv.weight`, one per group
+        self._store_kernel: FusedKVStore | None = None
         # [group][K, V] along its rows
         self.kv = nn.Linear(width, 2 * config.kv_dim * shape.num_groups(config), bias=bias)
 
@@ -63,7 +63,9 @@ class SwiftKV(nn.Module):
         biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
         products = [part.product(bias) for part, bias in zip(self._packed, biases, strict=True)]
         k_norms = [layers[self.leader(group)].k_norm for group in range(self._num_groups)]
-        self._store_kernel = backend.fuse_store(kernel_shape(self.config, rotary_table), self.norm, products, k_norms)
+        self._store_kernel = backend.fuse_kv_store(
+            kernel_shape(self.config, rotary_table), self.norm, products, k_norms
+        )
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
         """Calls that are a stage of a decode step: owner, name, stage (`actors.measuring.profile`)."""

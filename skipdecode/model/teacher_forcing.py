@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import FusedLayer, FusedStore
-from skipdecode.backends.rope import Turn, turn_of
+from skipdecode.backends.backend import FusedKVStore, FusedLayer
+from skipdecode.backends.rope import Rotation, rotation_at
 from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
@@ -123,8 +123,8 @@ class ForcedView:
     has_kernels = stores_by_kernel = False
 
     @cached_property
-    def turn(self) -> Turn | None:
-        return turn_of(self.table, self.positions)
+    def rotation(self) -> Rotation | None:
+        return rotation_at(self.table, self.positions)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is None or v is None:
@@ -139,7 +139,7 @@ class ForcedView:
     ) -> Tensor:
         raise AssertionError("kernels have no gradient")
 
-    def store_by_kernel(self, kernel: FusedStore, h: Tensor, layers: Mapping[int, int]) -> None:
+    def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("kernels have no gradient")
 
     def part(self, where: slice) -> "ForcedView":

@@ -16,7 +16,7 @@ from itertools import chain, islice
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends.backend import Packed
+from skipdecode.backends.backend import PackedWeight
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import pack
@@ -39,7 +39,7 @@ class DraftHead:
 
     tokens: Tensor
     """[n] int64, rising: so that ties go as they go among all."""
-    weight: Tensor | Packed
+    weight: Tensor | PackedWeight
     """[n, E]: their rows."""
 
     @classmethod

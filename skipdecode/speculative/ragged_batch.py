@@ -85,7 +85,7 @@ class UnevenBatch(ContinuousBatch):
         self._full = LayerRanges.of_plan(schedule.prefill())
         self._depth = schedule.prefill().num_layers_run
         self._device = model.device
-        self._carry = CARRY_ENDED[backend_on(self._device).takes_places]
+        self._carry = CARRY_ENDED[backend_on(self._device).supports_multi_token_rows]
         self._has_cuts = False
         # the last round, where it was one without drafts
         self._rested: _Rested | None = None

@@ -48,7 +48,7 @@ def test_int8_weights_keep_the_loss_and_most_tokens_of_a_llama_that_has_learned(
     assert best["mean"] < 2.0, "it has learned nothing; log 256 is 5.5"
     model = model.to(torch.bfloat16)
     whole = copy.deepcopy(model).pack("int8")
-    assert whole.reads_shared, "layers by parts"
+    assert whole.supports_shared_prefix, "layers by parts"
     assert whole.weight_itemsize == 1
     half, held_out = model.pack(), pairs[:96]
     for schedule in (FullDepth(4), SkipDecode(4, 3, 2, 1, 39), SkipDecode(4, 2, 1, 1, 39)):

@@ -93,7 +93,7 @@ def test_the_first_thing_that_is_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_kernels_that_read_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaBackend, "reads_tables", False)
+    monkeypatch.setattr(CudaBackend, "supports_graph_capture", False)
     assert "cannot be CUDA graphs" in first_wrong("kernels")
 
 

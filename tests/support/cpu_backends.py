@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends import choice
+from skipdecode.backends.backend import KVRange, PackedPrompts
 from skipdecode.backends.cpu_layers import LayerKernel, Step
-from skipdecode.backends.heads import Columns
-from skipdecode.backends.prompts import Prompts
 from skipdecode.config.model import Quantization
 
 NAMES = [name for name in choice.possible() if name != "torch"]
@@ -110,17 +109,17 @@ def kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantiza
 
 
 def read_last(
-    kernel: LayerKernel, h: Tensor, prompts: Prompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool
+    kernel: LayerKernel, h: Tensor, prompts: PackedPrompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool
 ) -> Tensor:
     """A layer behind whose keys and values only the last token of each prompt goes on: [N, D] -> [B, 1, D]."""
     columns = None
     if memory is not None:
         assert kernel.store is not None
         kernel.store(h, prompts, {0: memory})
-        columns = Columns(*memory, prompts.columns, prompts.last_columns)
+        columns = KVRange(*memory, prompts.columns, prompts.last_columns)
     return step_one(kernel, prompts.last(h), columns, feeds=feeds)
 
 
-def step_one(kernel: LayerKernel, h: Tensor, columns: Columns | None, *, feeds: bool) -> Tensor:
+def step_one(kernel: LayerKernel, h: Tensor, columns: KVRange | None, *, feeds: bool) -> Tensor:
     """`Step` of one layer."""
     return Step([kernel], len(h), None if columns is None else [columns], feeds=feeds)(h)

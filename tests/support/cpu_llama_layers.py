@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu_weights
-from skipdecode.backends.cpu_layers import LayerKernel
-from skipdecode.backends.layer_parts import Product
-from skipdecode.backends.layer_shape import LayerShape
+from skipdecode.backends.backend import LayerShape
+from skipdecode.backends.cpu_layers import LayerKernel, Product
 from skipdecode.config.model import Quantization
 from skipdecode.model.linear import pack, product
 

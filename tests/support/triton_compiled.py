@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from skipdecode.backends.backend import Columns, TableColumns
+from skipdecode.backends.backend import GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.triton_kernels import TritonKernels
 from tests.support.triton_compile import compiled, launches_of
@@ -33,7 +33,7 @@ def attend(
         memory = torch.empty(B, G, 192, K, dtype=dtype)
         where = torch.zeros(4, dtype=torch.int64)
         columns = (
-            TableColumns(memory.view(-1), where, first, last) if has_table else Columns(memory, memory, first, last)
+            GraphKVRange(memory.view(-1), where, first, last) if has_table else KVRange(memory, memory, first, last)
         )
         return KERNELS.attend(heads, q, *((None, None) if is_stored else (k, v)), columns)
 
@@ -49,7 +49,9 @@ def places(K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0) 
         q, k, v = torch.empty(N, (H + 2 * G) * K, dtype=BF16).split([H * K, G * K, G * K], dim=1)
         at = torch.arange(N)
         memory, among = torch.empty(rows, G, 192, K, dtype=BF16), torch.stack([at % each, torch.full((N,), each)])
-        return KERNELS.attend(heads, q, k, v, Columns(memory, memory, at * 0, at, at // each, among=among, most=each))
+        return KERNELS.attend(
+            heads, q, k, v, KVRange(memory, memory, at * 0, at, at // each, query_index=among, max_queries=each)
+        )
 
     return run
 

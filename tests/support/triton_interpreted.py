@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends import triton_kernels as triton_launch
-from skipdecode.backends.backend import TORCH, Columns, TableColumns
+from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.kernel_self_test import first_problem
+from skipdecode.backends.kernel_self_test import self_test
 from skipdecode.backends.torch_kernels import TorchKernels, normed_by
 from skipdecode.backends.torch_sampling import pick_by_sort
 from skipdecode.backends.triton_kernels import TritonKernels
@@ -66,9 +66,9 @@ def attention(
     first, last = torch.tensor(FIRST, device=DEVICE), torch.tensor([LAST], device=DEVICE).expand(B)
     wanted_keys, wanted_values = keys.float(), values.float()
     new = (None, None) if is_stored else (k.float(), v.float())
-    wanted = REFERENCE.attend(wide, q.float(), *new, Columns(wanted_keys, wanted_values, first, last))
+    wanted = REFERENCE.attend(wide, q.float(), *new, KVRange(wanted_keys, wanted_values, first, last))
     where = torch.tensor([16, 32 + half, G * CAPACITY * K, CAPACITY * K], device=DEVICE)
-    columns = TableColumns(memory, where, first, last) if has_table else Columns(keys, values, first, last)
+    columns = GraphKVRange(memory, where, first, last) if has_table else KVRange(keys, values, first, last)
     before = triton_launch.splits_for, triton_launch.MIN_CHUNK
     triton_launch.splits_for, triton_launch.MIN_CHUNK = (lambda *_: splits), 32
     try:
@@ -111,8 +111,8 @@ def places(
     first = torch.zeros_like(last)
     wanted_keys, wanted_values = keys.float(), values.float()
     new = (None, None) if is_stored else (k.float(), v.float())
-    wanted = REFERENCE.attend(wide, q.float(), *new, Columns(wanted_keys, wanted_values, first, last, of))
-    columns = Columns(keys, values, first, last, of, among=among, most=max(counts))
+    wanted = REFERENCE.attend(wide, q.float(), *new, KVRange(wanted_keys, wanted_values, first, last, of))
+    columns = KVRange(keys, values, first, last, of, query_index=among, max_queries=max(counts))
     before = triton_launch.splits_for, triton_launch.MIN_CHUNK
     triton_launch.splits_for, triton_launch.MIN_CHUNK = (lambda *_: splits), 32
     try:
@@ -228,7 +228,7 @@ def draw_ties(ks: Sequence[int], ps: Sequence[float], uniforms: Sequence[float])
 
 def first_kernels() -> None:
     """What a process tries before it takes the kernels."""
-    problem = first_problem(TRITON, torch.device(DEVICE))
+    problem = self_test(TRITON, torch.device(DEVICE))
     assert problem is None, problem
 
 

@@ -196,7 +196,7 @@ def test_a_failing_batch_is_halved_with_what_it_shares(source: Path, monkeypatch
 
 def test_more_rows_fit_where_heads_lie_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = Generator(config(source, shares_prefixes=True, length_buckets=(16, 64, 128)))
-    if not generator.model.reads_shared:
+    if not generator.model.supports_shared_prefix:
         pytest.skip("no kernels that read a shared copy")
     prompts = grouped_prompts([(90, [9] * 64)], 1)
     requests = [Request(str(at), prompt, Sampling(max_new_tokens=8)) for at, prompt in enumerate(prompts)]

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from skipdecode.backends.backend import KVRange
 from skipdecode.backends.cpu_backend import attend_one
 from skipdecode.backends.cpu_layers import LayerKernel, Step
-from skipdecode.backends.heads import Columns
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.decoder import Decoder
 from tests.support.cpu_backends import kind, num_threads, product_dtype
@@ -20,10 +20,10 @@ __all__ = ["kind", "product_dtype"]  # fixtures
 class OneLayer:
     """A cache of one layer, as a layer sees it (`skipdecode.kv.view.KVView`)."""
 
-    has_kernels, turn = True, None
+    has_kernels, rotation = True, None
 
     def __init__(self, *columns: torch.Tensor) -> None:
-        self.held = Columns(*columns)
+        self.held = KVRange(*columns)
 
     def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return attend_one(q, k, v, self.held)
@@ -101,7 +101,7 @@ def test_threads_with_many_rows_take_them_through_all_layers(
     made = []
     for threads in (1, 2, 3):
         own = [[x.clone() for x in cache] for cache in caches]
-        columns = [Columns(*cache, first, last) for cache in own] if does[0] else None
+        columns = [KVRange(*cache, first, last) for cache in own] if does[0] else None
         with torch.inference_mode(), num_threads(threads):
             made.append(
                 [Step(kernels, len(h), columns, feeds=does[1])(h.clone()), *(x for cache in own for x in cache)]

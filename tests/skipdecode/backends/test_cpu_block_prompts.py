@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.backends.cpu_layers import StoreKernel
-from skipdecode.backends.layer_shape import LayerShape
-from skipdecode.backends.prompts import Prompts
+from skipdecode.backends.backend import LayerShape, PackedPrompts
+from skipdecode.backends.cpu_layers import KVStoreKernel
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
@@ -31,7 +30,7 @@ class Filled:
     def __init__(self, lengths: list[int], width: int, heads: int, dtype: torch.dtype, spare: int = 0) -> None:
         self.columns = max(lengths)
         pads = torch.tensor([self.columns - n for n in lengths])
-        self.prompts = Prompts((torch.arange(self.columns) - pads[:, None]).clamp(min=-1), pads)
+        self.prompts = PackedPrompts((torch.arange(self.columns) - pads[:, None]).clamp(min=-1), pads)
         self.h = torch.randn(sum(lengths), width).to(dtype)
         shape = (len(lengths), heads, self.columns + spare, width // heads)
         self.k, self.v = (torch.full(shape, torch.nan, dtype=dtype) for _ in "kv")
@@ -192,7 +191,7 @@ def test_keys_and_values_of_several_layers_in_one_call(
         linear.pack()
     products = [linear.product() for linear in linears]
     with torch.inference_mode(), num_threads(threads):
-        StoreKernel(LayerShape(3, 3, 32, norm.eps), norm, [product for product in products if product])(
+        KVStoreKernel(LayerShape(3, 3, 32, norm.eps), norm, [product for product in products if product])(
             batch.h, batch.prompts, memory
         )
     for layer, stored in memory.items():
@@ -238,7 +237,7 @@ def test_prompts_of_any_plan(product_dtype: torch.dtype, plan: LayerPlan, how: s
         model = exact
     else:
         model.pack()
-        assert model.reads_shared, "layers by parts"
+        assert model.supports_shared_prefix, "layers by parts"
         for block in model.layers:
             block.kernel = block.kernel if how == "fused" else None
     with torch.inference_mode():
@@ -259,12 +258,12 @@ def test_prompts_in_one_call_refuse_what_they_would_misread(product_dtype: torch
             block.kernel.read(wrong, prompts, (k, k.clone()), feeds=True)
     for positions in ([[0, 1], [-1, -1]], [[0, -1], [0, 1]]):
         with pytest.raises(AssertionError, match="left-padded"):
-            Prompts(torch.tensor(positions), torch.zeros(2, dtype=torch.int64))
+            PackedPrompts(torch.tensor(positions), torch.zeros(2, dtype=torch.int64))
 
 
 def test_packed_prompts() -> None:
     positions = torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3], [-1, -1, -1, 0]])
-    prompts, x = Prompts(positions, torch.tensor([2, 1, 3])), torch.arange(24.0).view(3, 4, 2)
+    prompts, x = PackedPrompts(positions, torch.tensor([2, 1, 3])), torch.arange(24.0).view(3, 4, 2)
     packed = prompts.pack(x)
     assert packed.tolist() == [*x[0, 2:].tolist(), *x[1].tolist(), *x[2, 3:].tolist()]
     assert torch.equal(prompts.last(packed), x[:, -1:])

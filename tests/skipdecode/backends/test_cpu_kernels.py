@@ -109,7 +109,7 @@ def test_several_columns_of_a_row_are_as_one_after_the_other(
     mixed = qkv[order]
     q, new_k, new_v = mixed.split([heads * dim, groups * dim, groups * dim], dim=1)
     with num_threads(threads):
-        made = cpu.attend(q, k, v, torch.zeros_like(last), last, (new_k, new_v), places=places)
+        made = cpu.attend(q, k, v, torch.zeros_like(last), last, (new_k, new_v), slots=places)
     assert torch.equal(made, torch.cat(wanted)[order])
     assert torch.equal(k, wanted_k)
     assert torch.equal(v, wanted_v)

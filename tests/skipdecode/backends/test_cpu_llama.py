@@ -9,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from skipdecode.backends.cpu_layers import LayerKernel, StoreKernel
-from skipdecode.backends.heads import Columns
-from skipdecode.backends.layer_parts import Product
-from skipdecode.backends.layer_shape import LayerShape
-from skipdecode.backends.prompts import Prompts
+from skipdecode.backends.backend import KVRange, LayerShape, PackedPrompts
+from skipdecode.backends.cpu_layers import KVStoreKernel, LayerKernel, Product
 from tests.support.cpu_backends import kind, num_threads, product_dtype, read_last, step_one
 from tests.support.cpu_llama_layers import POSITIONS, REAL, Kind, Layer, Norm, Spec, assert_close, rotary_table, specs
 
@@ -32,10 +29,10 @@ def check_step(
     keys = {"attends": attends, "feeds": feeds}
     wanted, wanted_k, wanted_v = layer.step(h[:, 0].float(), k.float(), v.float(), first, last, is_new=is_new, **keys)
     row = rows // 2
-    one = Columns(*(x[row : row + 1].clone() for x in (k, v, first, last)))
+    one = KVRange(*(x[row : row + 1].clone() for x in (k, v, first, last)))
     with num_threads(threads):
         alone = step_one(kernel, h[row : row + 1].clone(), one if attends else None, feeds=feeds)
-        made = step_one(kernel, h.clone(), Columns(k, v, first, last) if attends else None, feeds=feeds)
+        made = step_one(kernel, h.clone(), KVRange(k, v, first, last) if attends else None, feeds=feeds)
     assert torch.equal(alone[0], made[row])
     assert_close(made[:, 0], wanted, dtype)
     assert_close(k, wanted_k, dtype)
@@ -75,7 +72,7 @@ class Batch:
         spec = layer.spec
         self.lengths, self.columns, self.dtype = lengths, max(lengths), layer.dtype
         self.pads = torch.tensor([self.columns - n for n in lengths])
-        self.prompts = Prompts((torch.arange(self.columns) - self.pads[:, None]).clamp(min=-1), self.pads)
+        self.prompts = PackedPrompts((torch.arange(self.columns) - self.pads[:, None]).clamp(min=-1), self.pads)
         self.h = torch.randn(sum(lengths), spec.width).to(layer.dtype)
         shape = (len(lengths), spec.groups, self.columns + spare, spec.dim)
         self.k, self.v = (torch.full(shape, torch.nan, dtype=layer.dtype) for _ in "kv")
@@ -160,7 +157,7 @@ def test_a_prompt_and_steps_are_one_pass(kind: Kind, spec: Spec) -> None:
     made = [[read[batch.span(row)]] for row in range(3)]
     for step in range(num_steps):
         last = torch.full((3,), batch.columns + step)
-        out = step_one(kernel, new[step].clone(), Columns(batch.k, batch.v, batch.prompts.columns, last), feeds=True)
+        out = step_one(kernel, new[step].clone(), KVRange(batch.k, batch.v, batch.prompts.columns, last), feeds=True)
         for row in range(3):
             made[row].append(out[row])
     for row, h in batch.rows():
@@ -177,7 +174,7 @@ def test_keys_of_several_layers_in_one_call(kind: Kind, has_head_norms: bool) ->
     layers = [Layer(spec, dtype, quantization) for _ in range(3)]
     for layer in layers:
         layer.norms["attn"] = layers[0].norms["attn"]
-    store = StoreKernel(
+    store = KVStoreKernel(
         spec.shape(),
         layers[0].module("attn"),
         [layer.product("qkv").tail(6 * 32) for layer in layers],
@@ -203,7 +200,7 @@ def test_positions_past_the_table_are_its_last(product_dtype: torch.dtype) -> No
     k, v = (torch.randn(2, 2, capacity, 32).to(product_dtype) for _ in "kv")
     first, last = torch.tensor([0, 9]), torch.tensor([capacity - 1] * 2)
     h = torch.randn(1, 1, 64).expand(2, 1, 64).to(product_dtype).contiguous()
-    step_one(kernel, h, Columns(k, v, first, last), feeds=False)
+    step_one(kernel, h, KVRange(k, v, first, last), feeds=False)
     assert torch.equal(k[0, :, -1], k[1, :, -1])
 
 
@@ -235,11 +232,11 @@ def test_a_layer_of_wrong_parts_is_refused(product_dtype: torch.dtype) -> None:
         with pytest.raises(AssertionError):
             build(shape, parts, k_norm=norm)
     with pytest.raises(AssertionError):
-        StoreKernel(shape, attn, [parts[0]])
+        KVStoreKernel(shape, attn, [parts[0]])
     kernel = build(shape, parts)
     k, at = torch.zeros(3, 2, 5, 32, dtype=product_dtype), torch.zeros(3, dtype=torch.int64)
     h = torch.zeros(3, 1, 64, dtype=product_dtype)
-    step_one(kernel, h, Columns(k, k.clone(), at, at), feeds=True)
+    step_one(kernel, h, KVRange(k, k.clone(), at, at), feeds=True)
     for held in (k[:, :1], k.repeat(1, 2, 1, 1), k[..., :16]):
         with pytest.raises(AssertionError):
-            step_one(kernel, h, Columns(held.contiguous(), held.contiguous(), at, at), feeds=True)
+            step_one(kernel, h, KVRange(held.contiguous(), held.contiguous(), at, at), feeds=True)

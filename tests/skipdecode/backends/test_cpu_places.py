@@ -1,10 +1,10 @@
-"""Steps whose tokens have places in the cache (`Columns.places`): bit for bit those of rows that lie side by side."""
+"""Steps whose tokens have places in the cache (`KVRange.slots`): bit for bit those of rows that lie side by side."""
 
 import pytest
 import torch
 
+from skipdecode.backends.backend import KVRange
 from skipdecode.backends.cpu_layers import LayerKernel, Step
-from skipdecode.backends.heads import Columns
 from skipdecode.config.model import Quantization
 from tests.support.cpu_backends import kind, num_threads
 from tests.support.cuda_models import random_model
@@ -36,11 +36,11 @@ def test_tokens_at_places_are_rows(
     h2 = torch.randn(len(second), 1, model.config.hidden_size, generator=rng).to(dtype)
 
     wanted = [tuple(held[places].clone() for held in pair) for pair in memory]
-    made = Step(kernels, rows, [Columns(k, v, torch.zeros_like(last), last) for k, v in wanted], feeds=True)(h.clone())
+    made = Step(kernels, rows, [KVRange(k, v, torch.zeros_like(last), last) for k, v in wanted], feeds=True)(h.clone())
     if meets:
         own = [tuple(held[second].clone() for held in pair) for pair in wanted]
         bounds = torch.zeros_like(second), last[second] + 1
-        made2 = Step(kernels, len(second), [Columns(k, v, *bounds) for k, v in own], feeds=True)(h2.clone())
+        made2 = Step(kernels, len(second), [KVRange(k, v, *bounds) for k, v in own], feeds=True)(h2.clone())
         for pair, owned in zip(wanted, own, strict=True):
             for held, new in zip(pair, owned, strict=True):
                 held[second] = new
@@ -49,7 +49,7 @@ def test_tokens_at_places_are_rows(
     mixed = torch.randperm(len(made), generator=rng) if order == "any" else torch.arange(len(made))
     where = torch.cat([places, places[second]])[mixed].contiguous()
     at = torch.cat([last, last[second] + 1])[mixed].contiguous()
-    columns = [Columns(k, v, torch.zeros_like(at), at, places=where) for k, v in memory]
+    columns = [KVRange(k, v, torch.zeros_like(at), at, slots=where) for k, v in memory]
     before = [tuple(held.clone() for held in pair) for pair in memory]
     with num_threads(threads):
         ours = Step(kernels, len(at), columns, feeds=True)(torch.cat([h, h2])[mixed].contiguous())

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.backends import cpu_kernels as cpu
-from skipdecode.backends.heads import SharedColumns
+from skipdecode.backends.backend import SharedPrefix
 from tests.support.cpu_backends import DTYPES, backend, num_threads
 
 __all__ = ["backend"]  # fixtures
@@ -61,7 +61,7 @@ def test_shared_columns_are_columns(
         wanted = cpu.attend(
             q, whole[0], whole[1], torch.zeros(rows, dtype=torch.int64), counts + last - first, (new_k, new_v), **keys
         )
-        shared = SharedColumns(k, v, where, counts)
+        shared = SharedPrefix(k, v, where, counts)
         made = cpu.attend(q, own_k, own_v, first, last, (new_k, new_v), shared=shared, **keys)
     assert torch.equal(made, wanted)
     for row in range(rows):  # the new key lies where it belongs, turned to its place
@@ -73,11 +73,11 @@ def test_wrong_shared_columns_are_refused(backend: str) -> None:
     q, at = torch.zeros(2, 32), torch.zeros(2, dtype=torch.int64)
     memory, held = torch.zeros(2, 1, 4, 32), torch.zeros(1, 1, 6, 32)
     for shared in (
-        SharedColumns(held, held, at[:1], at),
-        SharedColumns(held, held, at, at.int()),
-        SharedColumns(held.bfloat16(), held, at, at),
-        SharedColumns(held[:, :, ::2], held[:, :, ::2], at, at),
-        SharedColumns(torch.zeros(1, 2, 6, 32), torch.zeros(1, 2, 6, 32), at, at),
+        SharedPrefix(held, held, at[:1], at),
+        SharedPrefix(held, held, at, at.int()),
+        SharedPrefix(held.bfloat16(), held, at, at),
+        SharedPrefix(held[:, :, ::2], held[:, :, ::2], at, at),
+        SharedPrefix(torch.zeros(1, 2, 6, 32), torch.zeros(1, 2, 6, 32), at, at),
     ):
         with pytest.raises(AssertionError):
             cpu.attend(q, memory, memory, at, at, shared=shared)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actors.measuring.bench import BenchCase, profile_case
-from skipdecode.backends.backend import TORCH, Columns, TableColumns
+from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange
 from skipdecode.backends.cuda_backend import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.rope import rotary_table
@@ -72,7 +72,7 @@ class Watched(SpeculativeBatch):
     sizes: ClassVar[list[int]] = []
 
     def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
-        assert self._cache.wants_among
+        assert self._cache.needs_query_index
         assert self._cache.token_attention is not None, "by torch's attention"
         found = among(places, self._cache.num_rows)
         each = torch.bincount(places).tolist()
@@ -113,8 +113,8 @@ def test_a_table_is_columns() -> None:
     k_plain, v_plain = k.contiguous(), v.contiguous()
     q, new_k, new_v = torch.randn(rows, 4 * 128), torch.randn(rows, 2 * 128), torch.randn(rows, 2 * 128)
     kernels = TorchKernels()
-    wanted = kernels.attend(heads, q, new_k, new_v, Columns(k_plain, v_plain, first, last.repeat(rows)))
-    made = kernels.attend(heads, q, new_k, new_v, TableColumns(memory, where, first, last.expand(rows)))
+    wanted = kernels.attend(heads, q, new_k, new_v, KVRange(k_plain, v_plain, first, last.repeat(rows)))
+    made = kernels.attend(heads, q, new_k, new_v, GraphKVRange(memory, where, first, last.expand(rows)))
     assert made.isfinite().all()
     torch.testing.assert_close(made, wanted)
     assert torch.equal(k[:, :, 9], k_plain[:, :, 9])

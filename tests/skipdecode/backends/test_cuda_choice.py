@@ -14,7 +14,7 @@ from skipdecode.backends import choice, cuda_choice, device
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.choice import BackendError, choose
 from skipdecode.backends.cuda_choice import choose_cuda, cuda_backend
-from skipdecode.backends.kernel_self_test import first_problem
+from skipdecode.backends.kernel_self_test import self_test
 from skipdecode.backends.torch_kernels import TorchKernels
 
 
@@ -91,7 +91,7 @@ class Nothing(TorchKernels):
     ],
 )
 def test_each_kernel_runs_before_it_is_chosen(kernels: TorchKernels, problem: str | None) -> None:
-    assert first_problem(kernels, torch.device("cpu")) == problem
+    assert self_test(kernels, torch.device("cpu")) == problem
 
 
 def test_the_reference_of_the_kernels_asks_for_no_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +109,13 @@ def test_the_reference_of_the_kernels_asks_for_no_back_end(monkeypatch: pytest.M
     assert device in users
     for module in users:
         monkeypatch.setattr(module, "backend_on", refuse)
-    assert first_problem(TorchKernels(), torch.device("cpu")) is None
+    assert self_test(TorchKernels(), torch.device("cpu")) is None
 
 
 def test_a_kernel_that_does_not_compile_is_named(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("skipdecode.backends.triton_kernels.TritonKernels", Refused)
-    monkeypatch.setattr(
-        cuda_choice, "first_problem", lambda kernels, _device: first_problem(kernels, torch.device("cpu"))
-    )
+    monkeypatch.setattr(cuda_choice, "self_test", lambda kernels, _device: self_test(kernels, torch.device("cpu")))
     assert str(choose_cuda()) == (
         "torch (NVIDIA H100, sm_90; the kernel of gates failed (RuntimeError: PassManager::run failed)"
     )

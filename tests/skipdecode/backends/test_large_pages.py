@@ -96,21 +96,21 @@ def test_the_next_cache_takes_over_the_memory_of_the_last() -> None:
     shapes = [(3, PAGE_BYTES), (5, PAGE_BYTES // 2)]
     places = []
     for size in (1, 1, 2, 1):
-        assert bool(places) == (memory.spare_bytes() > 0)
+        assert bool(places) == (memory.reusable_bytes() > 0)
         tensors = large_pages(shapes * size, torch.int8)
-        assert memory.spare_bytes() == 0, "given up, or in use"
+        assert memory.reusable_bytes() == 0, "given up, or in use"
         part = tensors[-1][1:2]  # the rest of them may go
         places.append(tensors[0].data_ptr())
         del tensors
         gc.collect()
-        assert memory.spare_bytes() == 0
+        assert memory.reusable_bytes() == 0
         assert part.fill_(1).sum() == part.numel()
         del part
     assert places[0] == places[1]
     assert places[2] == places[3], "smaller, but not by far"
-    assert memory.spare_bytes() >= 2 * sum(math.prod(shape) for shape in shapes)
+    assert memory.reusable_bytes() >= 2 * sum(math.prod(shape) for shape in shapes)
     few = large_pages([(PAGE_BYTES,)], torch.int8)
-    assert memory.spare_bytes() == 0, "far more than was asked for is not held for it"
+    assert memory.reusable_bytes() == 0, "far more than was asked for is not held for it"
     del few
 
 
@@ -125,12 +125,12 @@ def test_two_batches_in_turns_take_over_their_own_memory() -> None:
         del tensors
         gc.collect()
     assert places[1] == places[2]
-    held = memory.spare_bytes()
+    held = memory.reusable_bytes()
     assert held >= 42 * PAGE_BYTES
     tensors = [large_pages([(40, PAGE_BYTES)], torch.int8)[0] for _ in range(3)]
     del tensors
     gc.collect()
-    assert memory.spare_bytes() < 3 * 40 * PAGE_BYTES
+    assert memory.reusable_bytes() < 3 * 40 * PAGE_BYTES
 
 
 @linux

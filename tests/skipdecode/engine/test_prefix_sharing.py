@@ -133,7 +133,7 @@ def test_where_layers_are_kernels_no_bit_changes(
     """Logits are equal to the last bit, so bfloat16 draws the same tokens, too."""
     with forced(name):
         model, (prompts, marks) = random_decoder(CONFIGS[family](), dtype).pack(quantization), nested()
-        assert model.reads_shared
+        assert model.supports_shared_prefix
         requests = [replace(request, top_logprobs=3) for request in requests_of(prompts, [7], temperature=1.0)]
         whole, parts = (
             StaticBatch(model, requests, FullDepth(L), sharing=s) for s in (None, share_prefixes(prompts, marks))

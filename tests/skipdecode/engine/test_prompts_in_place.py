@@ -26,8 +26,8 @@ SCHEDULE = Lossless(L, SkipDecode(L, 5, 2, 1, 14), 3)
 
 
 @torch.inference_mode()
-def takes_unpadded(model: Decoder, batch: SpeculativeBatch) -> bool:
-    return model.takes_unpadded(batch._cache.memory_of(0)[0])
+def supports_packed_prompts(model: Decoder, batch: SpeculativeBatch) -> bool:
+    return model.supports_packed_prompts(batch._cache.memory_of(0)[0])
 
 
 def requests_of(lengths: Sequence[int], limits: Sequence[int], temperature: float = 0.0) -> list[Request]:
@@ -82,7 +82,7 @@ def test_nothing_is_copied(models: dict[str, Decoder], monkeypatch: pytest.Monke
     monkeypatch.setattr(SlotCache, "add", lambda arena, *rows: (added.append(1), add(arena, *rows))[1])
     batch = SpeculativeBatch(model, SCHEDULE, is_closed=True)
     batch.join(requests_of(LENGTHS, [20] * 6))
-    is_in_place = takes_unpadded(model, batch)
+    is_in_place = supports_packed_prompts(model, batch)
     assert added == ([] if is_in_place else [1])
     open_batch = SpeculativeBatch(model, SCHEDULE)
     open_batch.join(requests_of(LENGTHS, [20] * 6))
@@ -113,7 +113,7 @@ def test_a_join_that_fails_leaves_room_for_the_next(
 
 def test_rows_of_a_closed_batch_come_once(models: dict[str, Decoder]) -> None:
     batch = SpeculativeBatch(models["opt"], SCHEDULE, is_closed=True)
-    if not takes_unpadded(models["opt"], batch):
+    if not supports_packed_prompts(models["opt"], batch):
         pytest.skip("these are copied, and would be appended")
     batch.join(requests_of([3, 4], [9, 9]))
     with pytest.raises(AssertionError, match="come once"):
@@ -125,7 +125,7 @@ def test_memory_is_that_of_the_longest(models: dict[str, Decoder]) -> None:
     model = models["llama"]
     batch = SpeculativeBatch(model, SCHEDULE, is_closed=True)
     batch.join(requests_of([70, 3], [20, 60]))
-    if not takes_unpadded(model, batch):
+    if not supports_packed_prompts(model, batch):
         pytest.skip("prompts have memory of their own first")
     keys, values = batch._cache.memory_of(0)
     assert keys.shape == values.shape == (2, model.config.num_kv_heads, 128, model.config.head_dim)

@@ -314,7 +314,7 @@ def test_the_kernels_give_the_bits_of_fixed_shapes(kind: tuple[torch.dtype, Quan
     """Of a batch with padded rows and prompts, which `sampling.deterministic` asks for, whoever is beside a row."""
     dtype, quantization = kind
     model = random_model(shape, layers=L, dtype=dtype).pack(quantization)
-    assert model.keeps_bits
+    assert model.is_batch_invariant
     pool = [
         Request(str(i), p, greedy(16, ignore_eos=True, temperature=0.5 * (i % 2)), top_logprobs=i % 4)
         for i, p in enumerate(random_prompts([1 + 5 * i % 29 for i in range(14)], vocab=200))
@@ -334,10 +334,10 @@ def test_the_kernels_give_the_bits_of_fixed_shapes(kind: tuple[torch.dtype, Quan
 
 def test_no_others_promise_these_bits() -> None:
     with forced("torch"):
-        assert not random_model("llama", layers=L).pack().keeps_bits
-    assert not random_model("llama", layers=L).keeps_bits  # not packed
+        assert not random_model("llama", layers=L).pack().is_batch_invariant
+    assert not random_model("llama", layers=L).is_batch_invariant  # not packed
     narrower = random_model("opt, norms behind", layers=L).pack()  # torch's products before and behind the layers
-    assert not narrower.keeps_bits
+    assert not narrower.is_batch_invariant
 
 
 def test_stop_strings_end_rows_within_a_draft(tiny_checkpoint: Path) -> None:
