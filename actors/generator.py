@@ -156,7 +156,7 @@ class Generator:
             batch_size=self.batch_size,
             buckets=self.config.length_buckets,
             shares=self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1,
-            copies_prefixes=not self.model.reads_shared or self.graphs is not None,
+            copies_prefixes=not self.model.supports_shared_prefix or self.graphs is not None,
             price=partial(
                 PromptPrices.of,
                 self.model.config,

@@ -114,7 +114,7 @@ class Worker:
         return made | {"seconds": time.perf_counter() - start}
 
     def _predicted(self, prompts: list[list[int]], sharing: PrefixSharing | None, batch_rows: list[int]) -> float:
-        shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.reads_shared)
+        shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.supports_shared_prefix)
         predict = partial(predict_s, self.model.config, self.full, self.ceilings, rows=len(prompts), **self.sizes)
         return sum(predict(prompt_columns=max(map(len, prompts)), batch_rows=batch_rows, sharing=shape))
 

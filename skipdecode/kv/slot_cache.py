@@ -239,7 +239,7 @@ class SlotCache:
     def memory(self, layer: int, start: int, end: int) -> KVRange:
         """As `KVCache.columns`: every row has its own."""
         owner, rows = self._sharing_map[layer], slice(self.first + start, self.first + end)
-        return Columns(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
+        return KVRange(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
 
     def write(self, layer: int, start: int, end: int, k: Tensor, v: Tensor) -> None:
         """Stores [n, G, 1, K] in each row's own column."""

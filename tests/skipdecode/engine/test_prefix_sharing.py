@@ -161,7 +161,7 @@ def test_one_copy_of_a_head_is_all_that_is_held(name: str, family: str) -> None:
     steps = [sum(schedule.step(k).attn[layer] for k in range(num_new - 1)) for layer in range(L)]
     with forced(name):
         model = decoder(name, family, None, torch.float32)
-        assert model.reads_shared
+        assert model.supports_shared_prefix
         sharing = share_prefixes(prompts, marks_of(mix))
         cohort = StaticBatch(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
         heads = L * bytes_of(40, 2, family)
