@@ -29,16 +29,21 @@ from skipdecode.kv.view import StepView
 
 
 class PoolFull(RuntimeError):
-    """There is no room for such a batch now."""
+    """The pool has no memory for the batch at the moment."""
 
 
 class CachePool:
+    """Memory for the K/V of all batches on a device: one piece, allocated once, so that addresses stay valid.
+
+    First fit. A batch returns its part once nothing refers to it. One thread takes; any thread may drop what was taken.
+    """
+
     def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         count = max(ALIGNMENT, num_bytes // dtype.itemsize // ALIGNMENT * ALIGNMENT)
         self.memory: Tensor = torch.zeros(ALIGNMENT, dtype=dtype, device=device).new_empty(count)
-        self._gaps: list[tuple[int, int]] = [(0, count)]  # [start, end), rising, none beside another
-        # The last reference may go on any thread, and within any line here that allocates (the collector of cycles): a
-        # lock would wait for itself. So what comes back waits in a queue, whose `append` nothing can interrupt.
+        self._gaps: list[tuple[int, int]] = [(0, count)]  # [start, end), ascending, no two adjacent
+        # The last reference to a part may be dropped on any thread, and by the garbage collector within any line here
+        # that allocates, where a lock would wait for itself. So returned parts go to a queue, whose `append` is atomic.
         self._returned: deque[tuple[int, int]] = deque()
 
     @property
@@ -47,15 +52,15 @@ class CachePool:
 
     @property
     def free_bytes(self) -> int:
-        """Of all gaps together."""
+        """Free bytes, over all gaps."""
         return sum(end - start for start, end in self._free()) * self.memory.element_size()
 
     def has_room(self, count: int) -> bool:
-        """For so many numbers in one piece."""
+        """True if there is a gap for `count` elements."""
         return any(end - start >= count for start, end in self._free())
 
     def take(self, count: int) -> "PoolPart":
-        """Room for `count` numbers; PoolFull where there is no gap of that size."""
+        """Memory for `count` elements; PoolFull if no gap is that large."""
         count = -(-count // ALIGNMENT) * ALIGNMENT
         for at, (start, end) in enumerate(self._free()):
             if end - start >= count:
@@ -69,11 +74,11 @@ class CachePool:
         )
 
     def give_back(self, start: int, end: int) -> None:
-        """From any thread."""
+        """Returns elements start..end-1; may be called from any thread."""
         self._returned.append((start, end))
 
     def _free(self) -> list[tuple[int, int]]:
-        """The gaps, with all that came back until now."""
+        """The gaps, including everything returned so far."""
         while self._returned:
             insort(self._gaps, self._returned.popleft())
             merged: list[tuple[int, int]] = []
@@ -87,7 +92,7 @@ class CachePool:
 
 
 class PoolPart:
-    """Numbers start..end-1 of the pool, until nobody refers to it."""
+    """Elements start..end-1 of the pool, returned to it with the last reference to this object."""
 
     def __init__(self, pool: CachePool, start: int, end: int) -> None:
         self._pool, self.start, self.end = pool, start, end
@@ -105,48 +110,48 @@ _serials = itertools.count()
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each layer's K and V lie in the part of a batch."""
+    """The layout of a batch's K and V within its part of the pool."""
 
     rows: int
     heads: int
     head_dim: int
     columns: dict[int, int]
-    """Of each layer that has memory of its own; what others share is that of one of these."""
+    """KVRange by layer, of the layers that store K/V of their own."""
 
     @classmethod
     def of(cls, config: DecoderConfig, rows: int, capacities: Sequence[int], sharing_map: Sequence[int]) -> "Layout":
-        """`capacities` [L] are rounded up, so that every row begins at a whole 16 numbers."""
+        """The layout for `capacities` [L], rounded up so that every row begins at a multiple of 16 elements."""
         columns = {owner: -(-capacities[owner] // ALIGNMENT) * ALIGNMENT for owner in sorted(set(sharing_map))}
         return cls(rows, config.num_kv_heads, config.head_dim, columns)
 
     @property
     def count(self) -> int:
-        """Numbers in all."""
+        """Elements in total."""
         return 2 * self.rows * sum(self.columns.values()) * self.heads * self.head_dim
 
     def shape(self, owner: int) -> tuple[int, int, int, int]:
         """[R, G, C, K]."""
         return self.rows, self.heads, self.columns[owner], self.head_dim
 
-    def places(self, start: int) -> dict[int, tuple[int, int, int, int]]:
-        """As `GraphKVRange.where`, of a part that begins at `start`."""
-        places, at = {}, start
+    def offsets(self, start: int) -> dict[int, tuple[int, int, int, int]]:
+        """`GraphKVRange.where` by layer, of a part that begins at `start`."""
+        offsets, at = {}, start
         for owner, columns in self.columns.items():
             head = columns * self.head_dim
             size = self.rows * self.heads * head
-            places[owner] = (at, at + size, self.heads * head, head)
+            offsets[owner] = (at, at + size, self.heads * head, head)
             at += 2 * size
-        return places
+        return offsets
 
 
 class GraphedCache(KVCache):
-    """A `KVCache` in a part of the pool; `keep` moves rows within it."""
+    """A `KVCache` in a part of the pool; `keep` moves rows within that part."""
 
     part: PoolPart
     where: Tensor
-    """[L, 4] int64, as `GraphKVRange.where` of each layer."""
+    """[L, 4] int64: `GraphKVRange.where` of each layer."""
     serial: int
-    """Of these rows in that place; other rows, another number."""
+    """Identifies these rows at this address; a cache with other rows has another number."""
 
     @classmethod
     def within(
@@ -159,11 +164,11 @@ class GraphedCache(KVCache):
         is_masked: bool = False,
         paddings: Sequence[int] | None = None,
     ) -> "GraphedCache":
-        """Rows for `num_pad` [B] and those that fill them up to `layout.rows`. PoolFull where there is no room."""
+        """A cache for rows with `num_pad` [B], filled up to `layout.rows`. PoolFull if there is no memory."""
         part = pool.take(layout.count)
-        places = layout.places(part.start)
+        offsets = layout.offsets(part.start)
         own: dict[tuple[str, int], Tensor] = {}
-        for owner, (k_at, v_at, _, _) in places.items():
+        for owner, (k_at, v_at, _, _) in offsets.items():
             shape = layout.shape(owner)
             for name, at in (("k", k_at), ("v", v_at)):
                 memory = pool.memory[at : at + torch.Size(shape).numel()].view(shape)
@@ -171,15 +176,15 @@ class GraphedCache(KVCache):
         k, v = [own["k", owner] for owner in sharing_map], [own["v", owner] for owner in sharing_map]
         cache = cls(k, v, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
         cache.part, cache.serial = part, next(_serials)
-        cache.is_masked = cache.valid is not None  # so that nobody waits to see whether rows that stay are padded
+        cache.is_masked = cache.valid is not None  # saves a wait for the device when rows are dropped
         cache.where = to_device(
-            [places[owner] for owner in sharing_map], num_pad.device
+            [offsets[owner] for owner in sharing_map], num_pad.device
         )  # other cohorts' steps run meanwhile
         return cache
 
     @property
     def nbytes(self) -> int:
-        """Of the whole part, also when rows have left."""
+        """Bytes of the whole part, also after rows have left."""
         return self.part.nbytes
 
     def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
@@ -188,7 +193,7 @@ class GraphedCache(KVCache):
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for memory in (self.k[owner], self.v[owner]):
                 memory[: len(rows), :, filled] = memory[:, :, filled][chosen]  # indexing copies first
-        first = slice(len(rows))  # leading rows: the same addresses and strides, however many
+        first = slice(len(rows))  # leading rows keep their addresses and strides
         return self._with(
             {owner: (self.k[owner][first], self.v[owner][first]) for owner in set(self.sharing_map)}, rows
         )
@@ -200,7 +205,7 @@ class GraphedCache(KVCache):
 
 
 class TableView(StepView):
-    """What a captured step sees: one new column per row, whose place is a number on the device."""
+    """What a captured step sees: one new token per row, whose address is computed from numbers on the device."""
 
     has_kernels = True
 
@@ -208,11 +213,11 @@ class TableView(StepView):
         self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, table: Tensor | None
     ) -> None:
         """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `GraphKVRange`. `positions` [B, 1]
-        int64; `table`: of `rope.rotary_table`."""
+        int64. `table`: the table of `rope.rotary_table`."""
         self._memory, self._where, self._first, self._last = memory, where, first, last
         self._positions, self._table = positions, table
         attend_one = backend_on(memory.device).decode_attention(memory)
-        assert attend_one is not None, "a back end that reads no tables"
+        assert attend_one is not None, "the back end cannot read addresses from a table"
         self._attend_one = attend_one
 
     @cached_property
@@ -226,21 +231,21 @@ class TableView(StepView):
         return self._attend_one(q, k, v, self.columns(layer))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Into the column `last` of every row."""
+        """Stores K and V [B, G, 1, K] in the column `last` of every row."""
         rows, heads, _, dim = k.shape
-        places = self._where[layer]
+        offsets = self._where[layer]
 
         def along(count: int, step: Tensor | int) -> Tensor:
             return torch.arange(count, device=k.device) * step
 
-        own = along(rows, places[2])[:, None, None] + along(heads, places[3])[:, None] + along(dim, 1)  # [B, G, K]
+        own = along(rows, offsets[2])[:, None, None] + along(heads, offsets[3])[:, None] + along(dim, 1)  # [B, G, K]
         own = own + self._last * dim
-        for at, new in ((places[0], k), (places[1], v)):
+        for at, new in ((offsets[0], k), (offsets[1], v)):
             self._memory.index_put_((own + at,), new[:, :, 0])
 
     def part(self, where: slice) -> "TableView":
-        assert where == slice(None), "all rows of a cohort are at the same step"
+        assert where == slice(None), "all rows of a static batch are at the same step"
         return self
 
     def last(self, h: Tensor) -> tuple[Tensor, "TableView"]:
-        raise AssertionError("one new column already")
+        raise AssertionError("there is one new token per row already")

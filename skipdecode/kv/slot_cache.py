@@ -25,66 +25,19 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import StepView, attention
 
-KEPT = 8  # calls: of whole models and of what drafts, for as many numbers of tokens
-FEW = 64  # tokens that a call is laid out for at least, where it takes fewer
+ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
+MAX_PREPARED = 8  # prepared calls that are kept: of the whole model and of drafts, for as many numbers of tokens
+MIN_PREPARED_TOKENS = 64  # tokens that a call is prepared for at least, if it may be given fewer
 
 
 class _PreparedCall(NamedTuple):
-    numbers: Tensor
-    """As `TokensView.numbers`, where the call reads them."""
+    """Layers as one call for tokens of the batch, laid out once."""
+
+    index: Tensor
+    """`TokensView.index`, in the memory that the call reads."""
     call: Callable[[Tensor], Tensor]
     parts: dict[int, Tensor]
-    """Of `numbers`, for so many tokens."""
-
-
-class PreparedCalls:
-    """Of one batch."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._kept: dict[tuple[Any, ...], _PreparedCall] = {}
-
-    def clear(self) -> None:
-        """When rows or their memory change: calls hold memory, too."""
-        self._kept.clear()
-
-    def of(
-        self,
-        kernels: Sequence[FusedLayer],
-        layers: Sequence[int],
-        numbers: Tensor,
-        most: int,
-        memory_of: Callable[[int], tuple[Tensor, Tensor]],
-        *,
-        feeds: bool,
-    ) -> Callable[[Tensor], Tensor]:
-        """`Backend.prepare_step` for tokens that attend; `numbers` and `most` as of `TokensView`, `memory_of` a layer
-        as `SlotCache.memory_of`."""
-        backend, size = self._backend, numbers.shape[1]
-        room = max(FEW, 1 << (size - 1).bit_length()) if backend.accepts_fewer_rows else size
-        key = (room, most if backend.needs_query_index else 1, feeds, *layers, *kernels)
-        if key not in self._kept:
-            if len(self._kept) >= KEPT:
-                self._kept.clear()
-            held = numbers.new_zeros(len(numbers), room)
-            one = columns_of(memory_of(layers[0]), held, most)
-            of = [one._replace(k=k, v=v) for k, v in map(memory_of, layers)]
-            self._kept[key] = _PreparedCall(held, backend.prepare_step(kernels, room, of, feeds=feeds), {})
-        kept = self._kept[key]
-        if size not in kept.parts:
-            kept.parts[size] = kept.numbers[:, :size]
-        kept.parts[size].copy_(numbers)
-        return kept.call
-
-
-def columns_of(memory: tuple[Tensor, Tensor], numbers: Tensor, most: int) -> KVRange:
-    """Of `TokensView.numbers`."""
-    first, last, places = numbers[:3]
-    query_index = numbers[3:] if len(numbers) > 3 else None
-    return KVRange(*memory, first, last, places, query_index=query_index, max_queries=most)
-
-
-ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
+    """Slices of `index` by number of tokens."""
 
 
 class SlotCache:
@@ -100,17 +53,17 @@ class SlotCache:
         device: torch.device,
         is_closed: bool = False,
     ) -> None:
-        """`sharing_map` as in `KVCache`; `ends` [L]: the decode step from which on a layer does not run. `is_closed`:
-        rows come once, and memory is that of these."""
+        """`sharing_map` as in `KVCache`. `ends` [L]: the decode step from which on a layer does not run. `is_closed`:
+        all rows join at once, and memory is for these alone."""
         self._config, self._sharing_map, self._dtype, self._device = config, list(sharing_map), dtype, device
         self._backend, self._is_closed = backend_on(device), is_closed
-        # what layers share is as long as the longest of them needs, which comes last
+        # shared K/V are as long as the longest of the layers needs, which is the last in this order
         self._ends = dict(sorted(zip(sharing_map, ends, strict=True)))
         self.prompts: list[int] = []
-        """Prompt tokens of each row of the batch."""
+        """The number of prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
         self._lengths: list[int] = []  # columns written
-        self._steps = PreparedCalls(self._backend)
+        self._prepared: dict[tuple[Any, ...], _PreparedCall] = {}
         self._clear()
 
     @property
@@ -118,11 +71,11 @@ class SlotCache:
         return sum(t.numel() * t.element_size() for own in (self._k, self._v) for t in own.values())
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int, *, prompt_columns: int) -> int:
-        """Bytes held while `num_rows` more rows join by `add`, up to `prompt` tokens and `limit` new ones each.
+        """Bytes held while `num_rows` rows of up to `prompt` tokens and `limit` new tokens join by `add`.
 
-        That is the cache that `add` copies from, the memory there is, and beside it what takes its place where it is
-        too small. Not in it: when few rows are left (here or in a step), memory that is far too large stands for a
-        moment beside the smaller one that takes its place, less than half of it.
+        That is the cache that `add` copies from, the present memory, and the memory that replaces it if it is too
+        small. Not counted: once few rows are left, memory that is far too large exists for a moment beside its
+        replacement of less than half the size.
         """
         needed, columns = len(self.prompts) + num_rows, self._columns([*self.prompts, prompt], [*self._limits, limit])
         is_enough = needed <= self._num_rows and self._has(columns)
@@ -130,7 +83,7 @@ class SlotCache:
         return self._nbytes(num_rows, [prompt_columns] * len(columns)) + self.nbytes + grown
 
     def open(self, prompts: Sequence[int], limits: Sequence[int]) -> KVCache:
-        """Memory for all rows of an empty batch: a cache for prompts that are fed without padding. `fill` follows."""
+        """Memory for all rows of an empty batch, as a cache to feed prompts into without padding; then call `fill`."""
         self.keep([])
         self._k, self._v = self._allocate(len(prompts), self._columns(prompts, limits))
         self._num_rows = len(prompts)
@@ -138,43 +91,43 @@ class SlotCache:
         return KVCache(k, v, to_device(pads, self._device, torch.int64), self._sharing_map, paddings=pads)
 
     def fill(self, rows: Sequence[int], prompts: Sequence[int], limits: Sequence[int]) -> None:
-        """The batch is `rows` of those that `open` made room for, whose prompts are fed by now."""
+        """Makes `rows` of those that `open` made memory for the batch, once their prompts are fed."""
         self.prompts, self._limits, self._lengths = list(prompts), list(limits), list(prompts)
         self.keep(rows)
 
     def add(self, cache: KVCache, keep: Tensor, prompts: Sequence[int], limits: Sequence[int]) -> None:
-        """Appends the rows `keep` [n] (rising) of a filled prompt cache, without their padding. Where memory runs out,
-        the batch is as it was."""
-        self._steps.clear()
+        """Appends the rows `keep` [n] (ascending) of a filled prompt cache, without their padding. The batch is
+        unchanged if memory runs out."""
+        self._prepared.clear()
         needed = len(self.prompts) + len(prompts)
         columns = self._columns([*self.prompts, *prompts], [*self._limits, *limits])
         if self.first + needed > self._num_rows or not self._has(columns):
             self._move(range(len(self.prompts)), needed, columns)
         end = self.first + len(self.prompts)
         longest = max(prompts)
-        # column c of a row lies at c + its padding; columns behind its prompt are rubbish until they are written
+        # position c of a row is at column c + its padding; entries after its prompt are stale until overwritten
         padded = (torch.arange(longest, device=self._device) + cache.num_pad[keep, None]).clamp(max=cache.length - 1)
         heads, dim = self._config.num_kv_heads, self._config.head_dim
         lines = (keep[:, None] * heads + torch.arange(heads, device=self._device))[:, :, None]  # [n, G, 1]
-        places: dict[int, Tensor] = {}  # by columns of the cache, which most layers have alike
+        sources: dict[int, Tensor] = {}  # by capacity, which most layers have in common
         for owner in self._ends:
             for own, new in ((self._k, cache.k[owner]), (self._v, cache.v[owner])):
                 capacity = new.shape[2]
-                if capacity not in places:
-                    places[capacity] = (lines * capacity + padded[:, None]).flatten()
+                if capacity not in sources:
+                    sources[capacity] = (lines * capacity + padded[:, None]).flatten()
                 # K numbers at a time: ten times as fast as `gather`, which looks up each number
-                picked = new.view(-1, dim).index_select(0, places[capacity])
+                picked = new.view(-1, dim).index_select(0, sources[capacity])
                 own[owner][end : end + len(prompts), :, :longest] = picked.view(len(prompts), heads, longest, dim)
         self.prompts += prompts
         self._limits += limits
         self._lengths += prompts
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drops all rows but these (rising). What falls off at the ends costs nothing."""
-        self._steps.clear()
+        """Drops all rows but these (ascending). Dropping rows at either end copies nothing."""
+        self._prepared.clear()
         prompts, limits = [self.prompts[row] for row in rows], [self._limits[row] for row in rows]
         if not rows:
-            self._clear()  # a burst of long rows leaves nothing behind
+            self._clear()  # releases the memory of a burst of long rows
         elif list(rows) == list(range(rows[0], rows[-1] + 1)):
             self.first += rows[0]
         else:
@@ -183,7 +136,7 @@ class SlotCache:
         self._lengths = [self._lengths[row] for row in rows]
 
     def begin(self, positions: Sequence[int]) -> None:
-        """Before a step that writes column `positions[i]` of row i and reads up to it."""
+        """Prepares a step that writes position `positions[i]` of row i and attends up to it."""
         self._at = to_device(positions, self._device)  # [B]
         self._zeros = torch.zeros_like(self._at)
         self._rows = torch.arange(self.first, self.first + len(positions), device=self._device)
@@ -200,12 +153,12 @@ class SlotCache:
 
     @property
     def num_rows(self) -> int:
-        """Of the batch."""
+        """Rows in the batch."""
         return len(self.prompts)
 
     @cached_property
     def token_attention(self) -> DecodeAttention | None:
-        """What `TokensView` attends by; None: torch's operators."""
+        """The attention of `TokensView`; None if it takes torch's operators."""
         return self._backend.decode_attention(self._k[0]) if self._backend.supports_multi_token_rows else None
 
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -216,39 +169,58 @@ class SlotCache:
         return self._k[owner][rows], self._v[owner][rows]
 
     @property
-    def needs_query_index(self) -> bool:
-        return self._backend.needs_query_index
+    def backend(self) -> Backend:
+        return self._backend
 
-    def step_of(
-        self, kernels: Sequence[FusedLayer], layers: Sequence[int], numbers: Tensor, most: int, *, feeds: bool
+    def prepare_step(
+        self, kernels: Sequence[FusedLayer], layers: Sequence[int], index: Tensor, most: int, *, feeds: bool
     ) -> Callable[[Tensor], Tensor]:
-        """`PreparedCalls.of` this batch."""
-        return self._steps.of(kernels, layers, numbers, most, self.memory_of, feeds=feeds)
+        """`Backend.prepare_step` for tokens that attend; `index` and `most` as in `TokensView`.
+
+        Calls are kept as long as rows and their memory stay, since preparing one takes as long as a third of a small
+        model's step.
+        """
+        backend, size = self._backend, index.shape[1]
+        room = max(MIN_PREPARED_TOKENS, 1 << (size - 1).bit_length()) if backend.accepts_fewer_rows else size
+        key = (room, most if backend.needs_query_index else 1, feeds, *layers, *kernels)
+        if key not in self._prepared:
+            if len(self._prepared) >= MAX_PREPARED:
+                self._prepared.clear()
+            own_index = index.new_zeros(len(index), room)
+            one = _token_columns(self.memory_of(layers[0]), own_index, most)
+            columns = [one._replace(k=k, v=v) for k, v in map(self.memory_of, layers)]
+            call = backend.prepare_step(kernels, room, columns, feeds=feeds)
+            self._prepared[key] = _PreparedCall(own_index, call, {})
+        prepared = self._prepared[key]
+        if size not in prepared.parts:
+            prepared.parts[size] = prepared.index[:, :size]
+        prepared.parts[size].copy_(index)
+        return prepared.call
 
     def view(self, table: Tensor | None = None) -> "SlotView":
-        """All rows of the batch, in the step begun; `table` as in `SlotView`."""
+        """All rows of the batch in the step that `begin` prepared; `table` as in `SlotView`."""
         attend_one = self._backend.decode_attention(self._k[0])
         return SlotView(self, 0, len(self._visible), table, attend_one)
 
-    # --- of rows start..end-1, in the step begun
+    # --- rows start..end-1 in the step that `begin` prepared
 
     def columns_at(self, start: int, end: int) -> Tensor:
-        """[n] int64: the column that each row writes, which is its position."""
+        """[n] int64: the position that each row writes."""
         return self._at[start:end]
 
     def memory(self, layer: int, start: int, end: int) -> KVRange:
-        """As `KVCache.columns`: every row has its own."""
+        """As `KVCache.columns`, with a last column per row."""
         owner, rows = self._sharing_map[layer], slice(self.first + start, self.first + end)
         return KVRange(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
 
     def write(self, layer: int, start: int, end: int, k: Tensor, v: Tensor) -> None:
-        """Stores [n, G, 1, K] in each row's own column."""
+        """Stores K and V [n, G, 1, K] at each row's position."""
         owner, rows, at = self._sharing_map[layer], self._rows[start:end], self._at[start:end]
         self._k[owner][rows, :, at] = k[:, :, 0]
         self._v[owner][rows, :, at] = v[:, :, 0]
 
     def visible(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """K and V [n, G, S, K], and [n, 1, 1, S] bool: True = may attend, which is up to a row's own column."""
+        """K and V [n, G, S, K], and the mask [n, 1, 1, S] bool: True up to each row's position."""
         owner, columns = self._sharing_map[layer], self._visible[start] + 1
         rows = slice(self.first + start, self.first + end)
         mask = self._mask[start:end, :, :, :columns]
@@ -260,7 +232,7 @@ class SlotCache:
         return all(columns[owner] <= self._k[owner].shape[2] for owner in self._ends)
 
     def _columns(self, prompts: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
-        """What rows need in each layer that has memory, in whole steps: the last new token is not fed."""
+        """KVRange that the rows need in each layer that stores K/V, in whole steps; the last new token is not fed."""
         ends, limit = np.array(list(self._ends.values())), np.array(limits, dtype=np.int64)[:, None]
         most = (np.array(prompts, dtype=np.int64)[:, None] + np.minimum(limit - 1, ends)).max(axis=0)
         return {owner: -(-int(n) // COLUMN_STEP) * COLUMN_STEP for owner, n in zip(self._ends, most, strict=True)}
@@ -275,7 +247,7 @@ class SlotCache:
         self._k, self._v = dict.fromkeys(self._ends, nothing), dict.fromkeys(self._ends, nothing)
 
     def _allocate(self, num_rows: int, columns: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """K and V in one piece: many of a few MB each would leave holes behind when they are freed."""
+        """All K and V in one piece of memory: freeing many pieces of a few MB each would fragment it."""
         heads, dim = self._config.num_kv_heads, self._config.head_dim
         shapes = [(num_rows, heads, columns[owner], dim) for owner in self._ends] * 2
         sizes = [math.prod(shape) for shape in shapes]
@@ -286,17 +258,18 @@ class SlotCache:
         return dict(zip(self._ends, views[:count], strict=True)), dict(zip(self._ends, views[count:], strict=True))
 
     def _room_for(self, num_rows: int) -> int:
-        """Rows of memory for a batch: half as many again, where some may come."""
+        """Slots for a batch of so many rows: half as many again if more rows may join."""
         return num_rows if self._is_closed else -(-(num_rows + num_rows // 2) // ROW_STEP) * ROW_STEP
 
     def _move(self, rows: Sequence[int], needed: int, columns: dict[int, int]) -> None:
-        """Rows of the batch to the front; into other memory where this is too small or far too large for `needed`."""
+        """Moves rows of the batch to the front, into new memory if this is too small or far too large for `needed`
+        rows."""
         k, v, room = self._k, self._v, self._num_rows
         if needed > room or not self._has(columns) or room > 4 * max(needed, ROW_STEP):
             room = self._room_for(needed)
             k, v = self._allocate(room, columns)
-        # Beside an answer of 1,000 tokens every row has as many columns: only those are copied that were written, and
-        # the oldest rows, where they are in place already, not at all.
+        # Beside an answer of 1,000 tokens every row has as many columns: only those that were written are copied, and
+        # rows that are in place already are not.
         stay = 0
         while k is self._k and stay < len(rows) and self.first + rows[stay] == stay:
             stay += 1
@@ -305,7 +278,7 @@ class SlotCache:
             for some in _of_like_length([self._lengths[row] for row in rows], stay)
         ]
         source = to_device(list(rows), self._device, torch.int64) + self.first
-        # the largest first: where there is memory to copy it through there is for all, so none stays behind
+        # the largest first: if there is memory to copy it through, there is for all
         for owner in sorted(self._ends, key=lambda owner: -self._k[owner].shape[2]):
             for old, new in ((self._k, k), (self._v, v)):
                 columns_of = min(old[owner].shape[2], new[owner].shape[2])
@@ -317,21 +290,21 @@ class SlotCache:
 
 
 def _of_like_length(lengths: Sequence[int], stay: int) -> list[list[int]]:
-    """The places from `stay` on, cut in those of usual length and those far longer."""
-    places = range(stay, len(lengths))
-    usual = 2 * sorted(lengths[stay:])[len(places) // 2] if places else 0
-    parts = [at for at in places if lengths[at] <= usual], [at for at in places if lengths[at] > usual]
+    """The indices from `stay` on, split into those of usual length and those far longer."""
+    moved = range(stay, len(lengths))
+    usual = 2 * sorted(lengths[stay:])[len(moved) // 2] if moved else 0
+    parts = [at for at in moved if lengths[at] <= usual], [at for at in moved if lengths[at] > usual]
     return [part for part in parts if part]
 
 
 class SlotView(StepView):
-    """Rows of an arena in the step begun, one new column each."""
+    """Rows of a slot cache in the step that `begin` prepared, one new token each."""
 
     def __init__(
-        self, arena: SlotCache, start: int, end: int, table: Tensor | None, attend_one: DecodeAttention | None
+        self, cache: SlotCache, start: int, end: int, table: Tensor | None, attend_one: DecodeAttention | None
     ) -> None:
-        """`table`: of `rope.rotary_table`; `attend_one` as in `KVCache`."""
-        self._cache, self._start, self._end, self._table = arena, start, end, table
+        """`table`: the table of `rope.rotary_table`; `attend_one` as in `KVCache`."""
+        self._cache, self._start, self._end, self._table = cache, start, end, table
         self._attend_one, self.has_kernels = attend_one, attend_one is not None
 
     @property
@@ -357,46 +330,51 @@ class SlotView(StepView):
         return SlotView(self._cache, self._start + start, self._start + end, self._table, self._attend_one)
 
     def last(self, h: Tensor) -> tuple[Tensor, "SlotView"]:
-        raise AssertionError("one new column already")
+        raise AssertionError("there is one new token per row already")
 
 
 class TokensView(StepView):
-    """N tokens of an arena's batch; their states are [N, 1, D]."""
+    """New tokens of some rows in one pass, several of a row if need be, as drafts are verified
+    (`skipdecode.speculative.speculative_batch`). States are [N, 1, D].
 
-    def __init__(self, arena: SlotCache, places: Tensor, columns: Tensor, table: Tensor | None, most: int) -> None:
-        """`places`, `columns` [N] int64, of which no two tokens have both alike; `table`: of `rope.rotary_table`.
-        `most`:
-        tokens of a place at most."""
-        self._cache, self._places, self._columns, self._table, self._most = arena, places, columns, table, most
-        self._attend_one = arena.token_attention
+    Each token has a slot and a position; it attends to positions up to its own. Tokens of a slot are neighbours, in any
+    order: all are stored before any attends. Kernels for one token per row serve where they take slots
+    (`KVRange.slots`); elsewhere the tokens of a slot are queries behind a mask.
+    """
+
+    def __init__(self, cache: SlotCache, slots: Tensor, positions: Tensor, table: Tensor | None, most: int) -> None:
+        """`slots`, `positions` [N] int64: no two tokens have both alike. `table`: the table of `rope.rotary_table`.
+        `most`: the largest number of tokens of a slot."""
+        self._cache, self._slots, self._at, self._table, self._most = cache, slots, positions, table, most
+        self._attend_one = cache.token_attention
         self.has_kernels = self._attend_one is not None
 
     def advance(self) -> None:
-        """To the next column of every token's place."""
-        self._columns = self.numbers[1].add_(1)
-        for kept in ("rotation", "_slots"):
-            self.__dict__.pop(kept, None)
+        """Moves every token to its slot's next position."""
+        self._at = self.index[1].add_(1)
+        for cached in ("rotation", "_queries"):
+            self.__dict__.pop(cached, None)
 
     @property
     def positions(self) -> Tensor:
         """[N, 1] int64."""
-        return self._columns[:, None]
+        return self._at[:, None]
 
     @cached_property
     def rotation(self) -> Rotation | None:
         return rotation_at(self._table, self.positions)
 
     @cached_property
-    def numbers(self) -> Tensor:
-        """[3, N] int64: the first column of each token's place, its own, and its place; or [5, N], with what is
-        `KVRange.query_index`."""
-        numbers = torch.stack([torch.zeros_like(self._columns), self._columns, self._places])
-        if not self._cache.needs_query_index:
-            return numbers
-        return torch.cat([numbers, among(self._places, self._cache.num_rows)])
+    def index(self) -> Tensor:
+        """[3, N] int64: the first column of each token's slot, the token's own column, and its slot; [5, N] with
+        `query_index` where the back end wants it."""
+        index = torch.stack([torch.zeros_like(self._at), self._at, self._slots])
+        if not self._cache.backend.needs_query_index:
+            return index
+        return torch.cat([index, query_index(self._slots, self._cache.num_rows)])
 
     def columns(self, layer: int) -> KVRange:
-        return columns_of(self._cache.memory_of(layer), self.numbers, self._most)
+        return _token_columns(self._cache.memory_of(layer), self.index, self._most)
 
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
@@ -404,45 +382,52 @@ class TokensView(StepView):
         """As `KVView.run`."""
         if not attends:
             return super().run(kernels, h, layers, attends=attends, feeds=feeds)
-        return self._cache.step_of(kernels, layers, self.numbers, self._most, feeds=feeds)(h)
+        return self._cache.prepare_step(kernels, layers, self.index, self._most, feeds=feeds)(h)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if self._attend_one is not None:
             return self._attend_one(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
-        slots, mask = self._slots
+        number, mask = self._queries
         keys, values = (memory[:, :, : mask.shape[3]] for memory in self._cache.memory_of(layer))
         queries = q.new_zeros(len(mask), q.shape[1], mask.shape[2], q.shape[3])  # [B, H, T, K]
-        queries[self._places, :, slots] = q[:, :, 0]
-        return attention(queries, keys, values, mask)[self._places, :, slots][:, :, None]
+        queries[self._slots, :, number] = q[:, :, 0]
+        return attention(queries, keys, values, mask)[self._slots, :, number][:, :, None]
 
     @cached_property
-    def _slots(self) -> tuple[Tensor, Tensor]:
-        """[N] the place of each token among those of its row, and [B, 1, T, S] what these may attend to."""
-        at = among(self._places, self._cache.num_rows)[0]
-        until = self._columns.new_zeros(self._cache.num_rows, self._most)  # queries that are nobody's see a column too
-        until[self._places, at] = self._columns
-        visible = torch.arange(int(self._columns.max()) + 1, device=self._places.device)
-        return at, (visible <= until[..., None])[:, None]
+    def _queries(self) -> tuple[Tensor, Tensor]:
+        """[N] the number of each token among those of its slot, and the mask [B, 1, T, S] of what these attend to."""
+        number = query_index(self._slots, self._cache.num_rows)[0]
+        last = self._at.new_zeros(self._cache.num_rows, self._most)  # queries without a token see one column too
+        last[self._slots, number] = self._at
+        columns = torch.arange(int(self._at.max()) + 1, device=self._slots.device)
+        return number, (columns <= last[..., None])[:, None]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         keys, values = self._cache.memory_of(layer)
-        keys[self._places, :, self._columns] = k[:, :, 0]
-        values[self._places, :, self._columns] = v[:, :, 0]
+        keys[self._slots, :, self._at] = k[:, :, 0]
+        values[self._slots, :, self._at] = v[:, :, 0]
 
     def part(self, where: slice) -> "TokensView":
         if where == slice(None):
             return self
-        return TokensView(self._cache, self._places[where], self._columns[where], self._table, self._most)
+        return TokensView(self._cache, self._slots[where], self._at[where], self._table, self._most)
 
     def last(self, h: Tensor) -> tuple[Tensor, "TokensView"]:
         raise AssertionError("every token is a last one")
 
 
-def among(places: Tensor, num_rows: int) -> Tensor:
-    """`KVRange.query_index` [2, N] of tokens at `places` [N]. Waits for no device."""
-    at = torch.arange(len(places), device=places.device)
-    begins = torch.cat([at[:1] == 0, places[1:] != places[:-1]])
-    counts = places.new_zeros(num_rows).index_add_(0, places, torch.ones_like(places))
-    return torch.stack([at - torch.where(begins, at, 0).cummax(0).values, counts[places]])
+def _token_columns(memory: tuple[Tensor, Tensor], index: Tensor, most: int) -> KVRange:
+    """What tokens with that `TokensView.index` attend to in the `memory` of a layer."""
+    first, last, slots = index[:3]
+    return KVRange(*memory, first, last, slots, query_index=index[3:] if len(index) > 3 else None, max_queries=most)
+
+
+def query_index(slots: Tensor, num_rows: int) -> Tensor:
+    """[2, N] of tokens in `slots` [N]: the number of each among the tokens of its slot, and how many these are. Does
+    not wait for the device."""
+    at = torch.arange(len(slots), device=slots.device)
+    begins = torch.cat([at[:1] == 0, slots[1:] != slots[:-1]])
+    counts = slots.new_zeros(num_rows).index_add_(0, slots, torch.ones_like(slots))
+    return torch.stack([at - torch.where(begins, at, 0).cummax(0).values, counts[slots]])

@@ -1,8 +1,8 @@
 """The KV cache of rows that start together, and what forward calls see of it.
 
 The positions that run a layer are a prefix of the sequence, so layer `l` needs memory for its first n_l positions only:
-a decode step costs no memory in the layers it skips. Rows are left-padded to a common length, so that all rows
-write the same column of the cache in a step: a row's position is its column minus its padding. Prompts may also be fed
+a decode step costs no memory in the layers it skips. Rows are left-padded to a common length, so that all rows write
+the same column of the cache in a step: a row's position is its column minus its padding. Prompts may also be fed
 without their padding, where the back end takes them (`PromptsView`). Nothing here decides what runs.
 
 B rows, T new columns, N tokens of all prompts, S columns, H query heads, G key/value heads, K head dim, D width.
@@ -24,38 +24,43 @@ from skipdecode.kv.view import StepView, attention, causal_mask, diagonal
 
 
 class SharedPrefixKV:
-    """k[l], v[l]: [R, G, S, K], the columns of every head up to its end, so that all end together."""
+    """One copy of the K/V of prompt prefixes that several rows of a batch attend to: k[l], v[l] [R, G, S, K].
+
+    Prefixes are left-padded to S columns. Attention goes over a row's prefix and its own columns with one softmax
+    (`SharedPrefix`), so a row's result is bit for bit that of all columns in one piece. Only kernels read it;
+    elsewhere prefixes are copied into the rows' own memory (`skipdecode.engine.prefix_sharing`).
+    """
 
     def __init__(
         self, k: Sequence[Tensor], v: Sequence[Tensor], sharing_map: Sequence[int], lengths: Tensor, of_row: Tensor
     ) -> None:
-        """`lengths` [R] int64; `of_row` [B] int64: the head that a row begins with, -1: none."""
+        """`lengths` [R] int64: tokens of each prefix. `of_row` [B] int64: the prefix of each row, -1 if it has none."""
         self._k, self._v, self._sharing_map, self._lengths, self._of_row = k, v, sharing_map, lengths, of_row
-        has_head = of_row >= 0
+        has_prefix = of_row >= 0
         chosen = of_row.clamp(min=0)
-        self.counts = torch.where(has_head, lengths[chosen], 0)
-        """[B] int64: columns of the row's head."""
+        self.counts = torch.where(has_prefix, lengths[chosen], 0)
+        """[B] int64: tokens of each row's prefix."""
         groups, columns = k[0].shape[1:3]
-        self._where = torch.where(has_head, chosen * groups * columns + columns - self.counts, 0)
+        self._where = torch.where(has_prefix, chosen * groups * columns + columns - self.counts, 0)
 
     @property
     def memory(self) -> list[Tensor]:
-        """All of it, once."""
-        return [t[owner] for owner in set(self._sharing_map) for t in (self._k, self._v)]
+        """The K and V tensors, each once."""
+        return [t[layer] for layer in set(self._sharing_map) for t in (self._k, self._v)]
 
     def columns(self, layer: int) -> SharedPrefix:
         return SharedPrefix(self._k[layer], self._v[layer], self._where, self.counts)
 
     def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
-        """For some of the rows, the same memory."""
+        """The prefixes of some of the rows, in the same memory."""
         return SharedPrefixKV(self._k, self._v, self._sharing_map, self._lengths, self._of_row[rows].contiguous())
 
 
 class KVCache:
     """k[l], v[l]: [B, G, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
 
-    `shared`: where the heads of prompts are that several rows read; then the columns here are those behind them.
-    `sharing_map` [L]: whose memory a layer's K and V are; its own, unless neighbours share theirs (AcrossKV).
+    `sharing_map` [L]: the layer whose memory holds each layer's K/V, which is its own unless neighbours share theirs
+    (AcrossKV). `shared`: the prefixes of prompts that several rows read; the columns here are those after them.
     """
 
     def __init__(
@@ -68,18 +73,19 @@ class KVCache:
         is_masked: bool = False,
         paddings: Sequence[int] | None = None,
     ) -> None:
-        """`paddings` [B]: `num_pad` on the host, which then asks no device; None: not known there."""
+        """`num_pad` [B] int64: columns of left padding. `paddings` [B]: the same numbers on the host, which saves a
+        wait for the device; None if not known there."""
         self.k, self.v, self.sharing_map, self.is_masked = k, v, sharing_map, is_masked
-        self.num_pad, self.paddings = num_pad, paddings  # [B] int64, columns of left padding
+        self.num_pad, self.paddings = num_pad, paddings
         self.length = 0
         self.shared: SharedPrefixKV | None = None
-        self._last: tuple[int, Tensor] | None = None  # `length`, and [B] of it, always in the same memory
-        self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # calls that `run` keeps
+        self._last: tuple[int, Tensor] | None = None  # `length`, and a [B] tensor filled with it, always the same one
+        self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # prepared calls of `run`
         self._elsewhere: dict[torch.device, Self] = {}
         self._parts: list[tuple[slice, Self]] = []
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
-        # None when no row is padded: attention then needs no mask. `is_masked` asks for one all the same, so that the
-        # choice of a kernel, and with it the last bit, does not depend on the company a row is in.
+        # Without padding, attention needs no mask. `is_masked` asks for one all the same, so that the choice of a
+        # kernel, and with it the last bit, does not depend on the other rows of the batch.
         has_mask = is_masked or (bool(num_pad.any()) if paddings is None else any(paddings))
         self.valid: Tensor | None = columns >= num_pad[:, None] if has_mask else None  # [B, S]
 
@@ -96,10 +102,10 @@ class KVCache:
         devices: Sequence[torch.device] | None = None,
         paddings: Sequence[int] | None = None,
     ) -> "KVCache":
-        """Room for len(num_pad) rows; `capacities` [L] columns per layer (`generate.allocate_cache`).
+        """An empty cache for len(num_pad) rows with `capacities` [L] columns per layer (`prefill.allocate_cache`).
 
-        `sharing_map`: None when no layers share; those that do have the capacity of their owner. `devices` [L]: None:
-        all where `num_pad` is.
+        `sharing_map`: None if no layers share; those that do have the capacity of the layer that stores their K/V.
+        `devices` [L]: None if all layers are on the device of `num_pad`.
         """
         sharing_map = range(len(capacities)) if sharing_map is None else sharing_map
         assert len(capacities) == len(sharing_map) == config.num_hidden_layers, (
@@ -116,32 +122,32 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for K and V; what layers or rows share counts once."""
+        """Bytes of K and V; what layers or rows share counts once."""
         own = [t for owner in set(self.sharing_map) for t in (self.k[owner], self.v[owner])]
         own += self.shared.memory if self.shared else []
         return sum(t.numel() * t.element_size() for t in own)
 
     @property
     def next_positions(self) -> Tensor:
-        """[B] int64: of the next column."""
+        """[B] int64: the position of each row's next token."""
         own = self.length - self.num_pad
         return own if self.shared is None else own + self.shared.counts
 
     @property
     def attend_one(self) -> DecodeAttention | None:
-        """The back end's attention of one new column per row (`Backend.decode_attention`)."""
+        """The back end's attention for one new token per row (`Backend.decode_attention`); None if it has none."""
         return backend_on(self.num_pad.device).decode_attention(self.k[0])
 
     def columns(self, layer: int) -> KVRange:
-        """Memory, first and last column of every row for one new column per row (`DecodeAttention`)."""
+        """Memory, first and last column of every row, for attention of one new token per row (`DecodeAttention`)."""
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
         shared = None if self.shared is None else self.shared.columns(layer)
         return KVRange(self.k[layer], self.v[layer], self.num_pad, self._newest(), shared=shared)
 
     def _newest(self) -> Tensor:
-        """[B] int64: the column that a step writes. Filled once per step, not once per layer."""
+        """[B] int64: the column that the step writes. Filled once per step, not once per layer."""
         if self._last is None:
-            with torch.inference_mode(False):  # else no step outside of that mode could fill it
+            with torch.inference_mode(False):  # otherwise no step outside of that mode could fill it
                 self._last = (-1, torch.empty_like(self.num_pad))
         filled, last = self._last
         if filled != self.length:
@@ -151,7 +157,7 @@ class KVCache:
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """As `KVView.run`. Calls are kept: `length` alone changes from step to step, nobody exchanges the memory."""
+        """As `KVView.run`. Prepared calls are cached: from step to step only `length` changes, never the memory."""
         if attends:
             self._newest()
             least = min(self.k[layer].shape[2] for layer in layers)
@@ -162,7 +168,7 @@ class KVCache:
         return self._steps[key](h)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores [B, G, T, K] behind the filled columns; gives back all of the layer's K and V, [B, G, S, K]."""
+        """Stores K and V [B, G, T, K] after the filled columns; returns all of the layer's K and V, [B, G, S, K]."""
         start, end = self.length, self.length + k.shape[2]
         assert end <= self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns, got {end}"
         self.k[layer][:, :, start:end] = k
@@ -170,13 +176,13 @@ class KVCache:
         return self.read(layer, k.shape[2])
 
     def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
-        """The layer's K and V with `num_new` columns stored behind the filled ones: [B, G, S, K] each."""
+        """The layer's K and V [B, G, S, K], including `num_new` columns stored after the filled ones."""
         end = self.length + num_new
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
     def mask(self, num_new: int) -> Tensor | None:
-        """[B, 1, T, S] bool for `num_new` columns behind the filled ones; None when causality alone says it all."""
-        assert self.shared is None, "columns in other memory, and attention that reads this one"
+        """[B, 1, T, S] bool for `num_new` columns after the filled ones; None if a causal mask alone is right."""
+        assert self.shared is None, "attention by torch's operators does not read shared prefixes"
         total = self.length + num_new
         if self.valid is None:
             # `is_causal` aligns queries with the first keys, so it serves a prompt from column 0 and nothing else
@@ -188,12 +194,13 @@ class KVCache:
         return valid & causal_mask(num_new, total, self.num_pad.device) | diagonal(num_new, total, self.num_pad.device)
 
     def view(self, start: int, end: int) -> Self:
-        """The rows start..end-1, in the same memory, with a `length` of its own."""
+        """A cache of rows start..end-1 in the same memory, with a `length` of its own."""
         rows = slice(start, end)
         return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.sharing_map)}, rows)
 
     def on(self, device: torch.device) -> Self:
-        """The same memory, for the layers on that device, with what they ask for there; made once."""
+        """The cache as the layers on `device` see it: the same memory, with padding and mask on that device; made
+        once."""
         if device == self.num_pad.device:
             return self
         if device not in self._elsewhere:
@@ -207,7 +214,7 @@ class KVCache:
         return other
 
     def parts(self, count: int) -> list[tuple[slice, Self]]:
-        """The rows in `count` parts, or one each where they are fewer, made once: which rows, and their `view`."""
+        """The rows cut into at most `count` parts, made once: which rows, and their `view`."""
         rows = len(self.num_pad)
         size = -(-rows // count)
         if not self._parts:
@@ -218,9 +225,9 @@ class KVCache:
         return self._parts
 
     def alone(self, row: int) -> "KVCache":
-        """That row of an empty cache without its padding, which becomes zeros: its first token is in column 0."""
-        assert self.length == 0, "columns would be others than they were"
-        assert self.paddings is not None, "nobody knows where the row begins"
+        """A view of one row of an empty cache from its first token on; the padding before it becomes zeros."""
+        assert self.length == 0, "the cache is not empty"
+        assert self.paddings is not None, "the row's padding is not known on the host"
         pad, rows, own = self.paddings[row], slice(row, row + 1), {}
         for owner in set(self.sharing_map):
             memory = self.k[owner][rows], self.v[owner][rows]
@@ -231,7 +238,7 @@ class KVCache:
         return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.sharing_map, paddings=[0])
 
     def at(self, length: int) -> Self:
-        """The same memory, of which `length` columns count as filled."""
+        """The same memory, with `length` columns counted as filled."""
         cache = self.view(0, len(self.num_pad))
         cache.length = length
         return cache
@@ -239,7 +246,7 @@ class KVCache:
     def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
         """A smaller cache of `rows` [R] (indices, in the new order).
 
-        `runs` [L]: whose attention a later step runs; what other layers hold is given up.
+        `runs` [L]: whether a later step runs each layer's attention; the K/V of other layers are dropped.
         """
         left, shapes = self.storing_layers(runs), {}
         for owner in sorted(set(self.sharing_map)):
@@ -254,11 +261,11 @@ class KVCache:
         return self._with(own, rows)
 
     def storing_layers(self, runs: Sequence[bool]) -> list[int]:
-        """Whose memory the layers that run read."""
+        """The layers whose memory is read by layers that run."""
         return sorted({owner for owner, is_run in zip(self.sharing_map, runs, strict=True) if is_run})
 
     def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
-        """These rows of the cache in other memory, which is given by owner."""
+        """A cache of these rows in the memory `own`, given by the layer that stores it."""
         k, v = [own[owner][0] for owner in self.sharing_map], [own[owner][1] for owner in self.sharing_map]
         chosen = rows if isinstance(rows, slice) else to_device(rows, self.num_pad.device)
         known = None
@@ -273,7 +280,7 @@ class KVCache:
 def _memory(
     shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype, devices: Sequence[torch.device]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Of keys and of values by the layer that owns them; `devices` [L]."""
+    """Filled memory for K and V by the layer that stores them; `devices` [L]."""
     own: dict[int, tuple[Tensor, Tensor]] = {}
     for device in dict.fromkeys(devices):
         here = [owner for owner in shapes if devices[owner] == device]
@@ -285,11 +292,11 @@ def _memory(
 
 
 class PaddedView(StepView):
-    """T columns behind those in `cache`."""
+    """T new columns after those in `cache`."""
 
     def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, *, home: KVCache | None = None) -> None:
-        """`positions` [B, T] int64, -1 for padding; `table`: of `rope.rotary_table`; `home`: whose `on` the cache
-        is."""
+        """`positions` [B, T] int64, -1 for padding. `table`: the table of `rope.rotary_table`. `home`: the cache on the
+        first device, where `cache` is its copy for another one."""
         self._cache, self._positions, self._table = cache, positions, table
         self._home = home or cache
         self._num_new = positions.shape[1]
@@ -323,7 +330,7 @@ class PaddedView(StepView):
         self._cache.append(layer, k, v)
 
     def part(self, where: slice) -> "PaddedView":
-        assert where == slice(None), "all rows of a cohort are at the same step"
+        assert where == slice(None), "all rows of a static batch are at the same step"
         return self
 
     def on(self, device: torch.device, table: Tensor | None) -> "PaddedView":
@@ -336,23 +343,28 @@ class PaddedView(StepView):
 
 
 class PromptsView:
-    """Prompts into `cache`, where every layer is one kernel; states are [N, D], without the padding."""
+    """Prompts fed into `cache` without their padding, where every layer is one kernel: states are [N, D], the
+    tokens of all prompts one after the other.
+
+    Prompts may be whole, or the ends of prompts whose prefixes are shared, and begin in any column.
+    """
 
     has_kernels = stores_by_kernel = True
     rotation = None
 
     def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, before: Tensor | None = None) -> None:
-        """`before` [B] int64: tokens of each prompt that are in `cache`, or shared; None: none."""
+        """`before` [B] int64: tokens of each prompt that are already in `cache` or in a shared prefix; None if none
+        are."""
         self._cache, self._positions, self._table = cache, positions, table
         columns = cache.num_pad if cache.shared is None else cache.num_pad - cache.shared.counts
         self.prompts = PackedPrompts(positions, columns, before)
         self.pack = self.prompts.pack
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        raise AssertionError("a layer by parts, and prompts without their padding")
+        raise AssertionError("prompts without padding need layers that are one kernel")
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("a layer by parts, and prompts without their padding")
+        raise AssertionError("prompts without padding need layers that are one kernel")
 
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
@@ -366,7 +378,7 @@ class PromptsView:
         kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
 
     def part(self, where: slice) -> "PromptsView":
-        assert where == slice(None), "all rows of a cohort are at the same step"
+        assert where == slice(None), "all rows of a static batch are at the same step"
         return self
 
     def last(self, h: Tensor) -> tuple[Tensor, "LastTokensView"]:
@@ -381,12 +393,12 @@ class PromptsView:
 
 
 class LastTokensView(StepView):
-    """The last token of every prompt in `cache`, where its keys and values are."""
+    """The last token of every prompt, whose keys and values are in `cache` already."""
 
     has_kernels = True
 
     def __init__(self, cache: KVCache, last_columns: Tensor, rotation: Rotation | None) -> None:
-        """`last_columns` [B] int64: of these tokens."""
+        """`last_columns` [B] int64: the columns of these tokens."""
         self._cache, self._last, self.rotation = cache, last_columns, rotation
 
     def columns(self, layer: int) -> KVRange:
@@ -396,15 +408,15 @@ class LastTokensView(StepView):
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         attend_one = self._cache.attend_one
-        assert attend_one is not None, "prompts without their padding, and no kernels"
+        assert attend_one is not None, "prompts without padding need a back end with kernels"
         return attend_one(q, k, v, self.columns(layer))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("keys and values of whole prompts are there")
+        raise AssertionError("the prompts' keys and values are stored already")
 
     def part(self, where: slice) -> "LastTokensView":
-        assert where == slice(None), "all rows of a cohort are at the same step"
+        assert where == slice(None), "all rows of a static batch are at the same step"
         return self
 
     def last(self, h: Tensor) -> tuple[Tensor, "LastTokensView"]:
-        raise AssertionError("every token is a last one")
+        raise AssertionError("these are the last tokens already")

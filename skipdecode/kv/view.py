@@ -1,8 +1,8 @@
-"""What the layer loop sees of keys and values: one interface, whatever memory is behind it.
+"""The interface through which the layer loop reads and writes keys and values, whatever store is behind it.
 
-A view is made for one forward call: it knows which columns are new, where they stand, and what each may attend to.
+A view is made for one forward call: it knows which tokens are new, their positions, and what each may attend to.
 
-B rows, T new columns, S columns visible, H heads of queries, G of keys and values, K head dim.
+B rows, T new tokens, S columns visible, H query heads, G key/value heads, K head dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,53 +19,53 @@ from skipdecode.backends.rope import Rotation
 
 
 class KVView(Protocol):
-    """Keys and values of the tokens in question. Layers are named by their numbers."""
+    """Keys and values for the new tokens of one forward call. Layers are given by number."""
 
     has_kernels: bool
-    """`run` serves, for layers that are one kernel."""
+    """True if `run` is supported, for layers that are one kernel."""
     stores_by_kernel: bool
-    """`store_by_kernel` serves."""
+    """True if `store_by_kernel` is supported."""
 
     @property
     def rotation(self) -> Rotation | None:
-        """The rotation of the new columns; None: positions are in the embedding."""
+        """The rotary embedding of the new tokens; None if positions are in the embedding."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Stores K and V [B, G, T, K] of the new columns (None: they are there), then attends: q [B, H, T, K], the same
-        back."""
+        """Stores K and V [B, G, T, K] of the new tokens (None if they are stored already), then attends:
+        q [B, H, T, K] -> [B, H, T, K]."""
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """K and V [B, G, T, K] of the new columns."""
+        """Stores K and V [B, G, T, K] of the new tokens."""
 
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """Layers one behind the other, or one block of each, as kernels; in place."""
+        """Runs `layers` one after the other as kernels: attention, feed-forward, or both of each. Works in place."""
 
     def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        """K and V of the new columns as one kernel: of each of its products in the layer that `layers` gives."""
+        """Stores K and V of the new tokens by one kernel; `layers` maps its products to the layers that store them."""
 
     def part(self, where: slice) -> Self:
-        """Of these rows, or columns in a teacher-forced pass."""
+        """The view of some rows, or of some tokens in a teacher-forced pass."""
 
     def last(self, h: Tensor) -> tuple[Tensor, "KVView"]:
-        """The last of the new columns alone, whose K and V are there: its states [B, 1, D], and a view of it."""
+        """The states [B, 1, D] of the last new token, whose K and V are stored already, and a view of it."""
 
 
 class MovableView(KVView, Protocol):
-    """Of layers on several devices."""
+    """A view for layers on several devices."""
 
     def on(self, device: torch.device, table: Tensor | None) -> "MovableView":
-        """For the layers on that device, where `table` (`rope.rotary_table`) is, too."""
+        """The view for layers on that device, which also has `table` (`rope.rotary_table`)."""
 
 
 class StepView:
-    """What the views of decode steps have in common: a layer's kernel takes the `columns` of the rows."""
+    """Base of the views of decode steps, where a layer's kernel takes the `columns` of the rows."""
 
     stores_by_kernel = False
 
     def columns(self, layer: int) -> KVRange | GraphKVRange:
-        """What the new column of every row attends to in that layer, and where it goes."""
+        """What the new token of every row attends to in that layer, and where its K/V go."""
         raise NotImplementedError
 
     def run(
@@ -75,11 +75,11 @@ class StepView:
         return backend_on(h.device).prepare_step(kernels, len(h), columns, feeds=feeds)(h)
 
     def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
-        raise AssertionError("a kernel for prompts, and one column")
+        raise AssertionError("a kernel for prompts, in a decode step")
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, H, T, K] queries over [B, G, S, K] keys and values -> [B, H, T, K]; mask None: causal, no padding."""
+    """Queries [B, H, T, K] over keys and values [B, G, S, K] -> [B, H, T, K]. Without a mask it is causal."""
     is_causal, has_groups = mask is None and q.shape[2] > 1, q.shape[1] != keys.shape[1]
     device = q.device.type
     if device == "cuda" and has_groups and wants_all_heads(q.dtype, has_mask=mask is not None):
@@ -93,19 +93,19 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> T
 
 
 def wants_all_heads(dtype: torch.dtype, *, has_mask: bool) -> bool:
-    """Whether queries in groups get a copy of keys and values each, on a GPU.
+    """True if keys and values must be repeated for every query head on a GPU (grouped-query attention).
 
-    torch's flash attention takes groups, and neither masks nor float32. Its memory-efficient one takes both, and no
-    groups. What is left where neither serves keeps all scores, [B, H, T, S] in float32: gigabytes.
+    torch's flash attention supports groups, but neither masks nor float32; its memory-efficient attention supports
+    both, but no groups. What is left if neither applies materialises all scores, [B, H, T, S] in float32: gigabytes.
     """
     return has_mask or dtype == torch.float32
 
 
 def causal_mask(num_new: int, total: int, device: torch.device) -> Tensor:
-    """[T, S] bool: the last `num_new` of `total` columns attend to themselves and to what came before."""
+    """[T, S] bool: the last `num_new` of `total` columns attend to themselves and everything before."""
     return torch.ones(num_new, total, dtype=torch.bool, device=device).tril(total - num_new)
 
 
 def diagonal(num_new: int, total: int, device: torch.device) -> Tensor:
-    """[T, S] bool: every column attends to itself, so that a padding column's softmax is not empty (NaN)."""
+    """[T, S] bool: every column attends to itself, so that the softmax of a padding column is not NaN."""
     return torch.eye(total, dtype=torch.bool, device=device)[total - num_new :]

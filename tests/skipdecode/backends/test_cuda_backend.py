@@ -17,7 +17,7 @@ from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.rope import rotary_table
 from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.engine.generate import generate, generate_continuous
-from skipdecode.kv.slot_cache import TokensView, among
+from skipdecode.kv.slot_cache import TokensView, query_index
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
@@ -72,9 +72,9 @@ class Watched(SpeculativeBatch):
     sizes: ClassVar[list[int]] = []
 
     def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
-        assert self._cache.needs_query_index
+        assert self._cache.backend.needs_query_index
         assert self._cache.token_attention is not None, "by torch's attention"
-        found = among(places, self._cache.num_rows)
+        found = query_index(places, self._cache.num_rows)
         each = torch.bincount(places).tolist()
         assert found.tolist() == [[i for n in each_of(places) for i in range(n)], [each[p] for p in places.tolist()]]
         assert max(each) == most
