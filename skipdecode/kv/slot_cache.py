@@ -10,8 +10,9 @@ K head dim.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ MAX_PREPARED = 8  # prepared calls that are kept: of the whole model and of draf
 MIN_PREPARED_TOKENS = 64  # tokens that a call is prepared for at least, if it may be given fewer
 
 
-class _PreparedCall(NamedTuple):
+@dataclass(frozen=True)
+class _PreparedCall:
     """Layers as one call for tokens of the batch, laid out once."""
 
     index: Tensor
