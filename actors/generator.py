@@ -1,8 +1,6 @@
-"""`Generator`: the model of one worker. Loads once, takes a window of rows, gives back as many answers in their order.
+"""`Generator`: the model of one worker. It loads once, takes a window of rows at a time and answers each of them.
 
-A plain class without Ray; Ray Data and the tests call it alike. It sorts the window into length buckets, decodes in
-batches, measures a share of the batches at full depth too, and turns a batch that cannot be decoded into smaller ones
-until the row at fault is alone. It knows nothing of files, tables or clusters.
+A plain class without Ray. It knows nothing of files, tables or clusters.
 """
 
 import copy
@@ -10,27 +8,31 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from actors.batching.buckets import Batch
-from actors.batching.full_depth_sample import Turns, predicted
-from actors.batching.memory_budget import DETERMINISTIC_ROWS, Room
-from actors.batching.prefix_batches import NOMINAL, PromptPrices
-from actors.batching.prompt_scoring import is_scored_alone, score_alone, scored
-from actors.batching.windows import Cutting, sharing_in
-from actors.generator_config import GeneratorConfig as GeneratorConfig
-from actors.gpu_memory import is_lost
-from actors.model_loading import load, make_graphs
-from actors.results import Answer, RowFailure, WindowResult, agreement, figures
+from actors.batching.full_depth_sample import FullDepthSample, agreement, figures, predicted
+from actors.batching.prompt_scoring import is_scored_alone, score_alone, with_scores
+from actors.batching.shared_prefixes import NOMINAL_CEILINGS, PrefillCosts, prefixes_in
+from actors.batching.windows import WindowCutter
+from actors.memory import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, MemoryBudget, check_weights_fit, is_device_lost
 from actors.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
+from skipdecode.backends.device import backend_on
+from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.model import Quantization
+from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.roofline import Ceilings, measure_ceilings
-from skipdecode.engine.cuda_graphs import plans_of
+from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
 from skipdecode.engine.generate import BatchResult, Completion, Request, generate
 from skipdecode.engine.prefix_sharing import PrefixSharing
-from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, devices_of, dtype_name
 from skipdecode.schedules.from_config import known_acceptance, make_schedule
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule
@@ -41,28 +43,81 @@ from skipdecode.speculative.latency_model import Prices
 
 logger = logging.getLogger(__name__)
 
-DRAFT_TOKENS = 64  # new tokens that drafts without a horizon are made for, as trainings are by default
-MAX_STEPS = 4096  # decode steps that are looked through for plans to capture: every depth comes within them
+DRAFT_HORIZON = 64  # new tokens that a schedule without a horizon drafts for, which is also the default of training
+MAX_CAPTURED_STEPS = 4096  # decode steps whose plans are captured as graphs: every depth comes up within them
+DRAFTS_NEED_SAME_BITS = (
+    "rows that get several tokens at a time have no fixed batch shapes, so under sampling.deterministic they need the "
+    "CPU kernels, which give a token the same bits in any shape"
+)
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    source: str
+    decode: dict[str, Any]
+    """The `decode:` mapping, already resolved (never empty)."""
+    prefill: str = "full"
+    """`swiftkv`: the prompt stops at the layer that the checkpoint's SwiftKV names."""
+    tokenizer: str | None = None
+    adapter: str | None = None
+    """The folder of a LoRA adapter for `source`."""
+    dtype: str = "auto"
+    quantization: Quantization | None = None
+    device: str = "auto"
+    num_devices: int = 1
+    """Devices that the layers are spread over (`skipdecode.model.pipeline_parallel`), for a model too large for one."""
+    num_threads: int | None = None
+    batch_size: int | None = None
+    """None: as many rows as fit into memory, at most MAX_BATCH_ROWS."""
+    length_buckets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
+    deterministic: bool = False
+    """Fixed batch shapes, so that a row's bits do not depend on the rows around it."""
+    baseline_fraction: float = 0.0
+    """Share of the batches that are also decoded at full depth."""
+    shares_prefixes: bool = False
+    """Run the common prefixes of prompts once; ignored if `deterministic`, since they change the shapes of batches."""
+    memory_share: float = MEMORY_SHARE
+    """Of a GPU's memory, for weights and caches."""
+    has_graphs: bool = True
+    """Capture decode steps as CUDA graphs, whose caches then take the whole share."""
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """The answer to a row that could not be decoded."""
+
+    error_code: str
+    error_message: str
+
+
+Answer = Completion | RowFailure
+
+
+@dataclass
+class WindowResult:
+    answers: list[Answer]
+    """One per row, in their order."""
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    """One record per decoded batch: shape, tokens, layers, times, and those of the full-depth pass if there was one."""
 
 
 class Generator:
     def __init__(self, config: GeneratorConfig) -> None:
         start = time.perf_counter()
         self.config = config
-        loaded = load(config)
-        self.model, self.devices, self.dtype = loaded.model, loaded.devices, loaded.dtype
+        self.model, self.devices, self.dtype = _load(config)
         self.device = self.devices[0]
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
         self._draft_lengths: dict[Lossless, DraftLength] = {}
         self._vocabulary = DraftVocabulary(self.model.config.vocab_size)  # one, since the model keeps one head for it
-        self._measure()
-        self.room = Room(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
-        self.graphs = make_graphs(config, self.model, self.room)  # takes what is left of the device
-        self.room = replace(self.room, graphs=self.graphs)
-        self._turns = Turns()
-        self._prices: dict[LayerPlan, PromptPrices] = {}
+        self._measure_ceilings()
+        self.memory = MemoryBudget(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
+        self.graphs = self._make_graphs()
+        self.memory = replace(self.memory, graphs=self.graphs)
+        self._sample = FullDepthSample()
+        self._costs: dict[LayerPlan, PrefillCosts] = {}
         self._warm_up()
         self.load_s = time.perf_counter() - start
 
@@ -73,7 +128,7 @@ class Generator:
         prefill: str | None = None,
         length_buckets: Sequence[int] = (),
     ) -> "Generator":
-        """The same loaded model under another `decode:` mapping (batch size, prefill, buckets), counting anew."""
+        """The same loaded model under another `decode:` mapping (batch size, prefill, buckets), with its own counts."""
         other = copy.copy(self)
         other.config = replace(
             self.config,
@@ -82,121 +137,108 @@ class Generator:
             prefill=prefill or self.config.prefill,
             length_buckets=tuple(length_buckets) or self.config.length_buckets,
         )
-        other._measure()
-        other._turns = Turns()
+        other._measure_ceilings()
+        other._sample = FullDepthSample()
         other._draft_lengths = {}
         other._warm_up()
         return other
 
-    def _measure(self) -> None:
-        if self.ceilings is None and (self.config.baseline_fraction > 0 or self.config.decode.get("lossless")):
-            self.ceilings = measure_ceilings(str(self.device), dtype_name(self.dtype))
-
     @property
-    def numbers(self) -> str:
-        """What it computes in, for people: `bfloat16`, `bfloat16, int8 weights`."""
+    def precision(self) -> str:
+        """What the model computes in, for people: `bfloat16`, or `bfloat16, int8 weights`."""
         return dtype_name(self.dtype) + (f", {self.config.quantization} weights" if self.config.quantization else "")
 
-    def schedule(self, max_new_tokens: int) -> Schedule:
-        """The schedule of a row with that limit; rows with equal schedules share batches. Where it only drafts, it is
-        the same for all limits: rows of full depth share batches whatever theirs are."""
-        if self.config.decode.get("lossless"):
-            max_new_tokens = DRAFT_TOKENS
-        return make_schedule(
-            self.config.decode,
-            num_layers=self.model.config.num_hidden_layers,
-            max_new_tokens=max_new_tokens,
-            kv_layers=self.model.config.kv_layers(self.config.prefill),
-        )
-
-    def draft_length(self, schedule: Lossless) -> DraftLength:
-        """Decides how many tokens that schedule's batches draft; one for all of them, which learns from each."""
-        if schedule not in self._draft_lengths:
-            ceilings = None if self.config.deterministic else self.ceilings  # time decides nothing there
-            prices, known = Prices.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
-            self._draft_lengths[schedule] = DraftLength(schedule, prices, known, vocabulary=self._vocabulary)
-        return self._draft_lengths[schedule]
+    # --- a window of rows
 
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
-        """One answer per request, in order; a row that cannot be decoded is a `RowFailure`, never an exception.
+        """Answers every request; one that cannot be decoded is a `RowFailure`, never an exception.
 
-        `may_measure`: a share of the batches is decoded at full depth too. Not of rows that are no fair sample (parts
-        of another worker's window are small, and of the longest rows); these do not count for the share either.
+        A share of the batches is decoded at full depth, too. `may_measure=False` is for rows that are no fair sample,
+        such as part of another worker's window; they do not count for the share either.
         """
         answers: dict[int, Answer] = {}
         result = WindowResult([])
         batches = self.cut(requests)
-        random.Random(self._turns.batches).shuffle(batches)  # else the first pairs have the shortest prompts
+        random.Random(self._sample.batches).shuffle(batches)  # otherwise the first pairs have the shortest prompts
         for batch in batches:
             schedule = self.schedule(requests[batch.rows[0]].sampling.max_new_tokens)
-            answers |= self._decode(batch, requests, schedule, result.batches, may_measure)
+            answers |= self._decode_or_split(batch, requests, schedule, result.batches, may_measure)
         assert sorted(answers) == list(range(len(requests))), "rows in are not rows out"
         result.answers = [answers[row] for row in range(len(requests))]
         return result
 
     def decode_batches(self, requests: Sequence[Request]) -> list[tuple[Batch, BatchResult]]:
-        """The batches of a window with what each cost, for whoever measures; an error is raised, and none is split.
+        """Decodes a window to measure it: its batches and their results. Errors are raised, and no batch is split.
 
-        Scores of prompts count as part of the prefill.
+        Scoring prompts counts as prefill.
         """
         found = []
         for batch in self.cut(requests):
             chosen = [requests[row] for row in batch.rows]
             result = self._run(batch, chosen, self.schedule(chosen[0].sampling.max_new_tokens))
-            result.stats.prefill_s += scored(self.model, chosen, result, not self.config.deterministic)[1]
+            result.stats.prefill_s += self._scored(chosen, result)[1]
             found.append((batch, result))
         return found
 
+    def cut(self, requests: Sequence[Request]) -> list[Batch]:
+        """The batches that a window is decoded in."""
+        return self.cutter.cut(requests)
+
+    def shared_prefixes(self, requests: Sequence[Request], schedule: Schedule) -> PrefixSharing | None:
+        """The prefixes that these requests share as one batch; None if sharing does not save time."""
+        return self.cutter.shared_prefixes(requests, schedule)
+
     @property
-    def cutting(self) -> Cutting:
-        """How windows are cut into batches; made anew, for graphs and room may change."""
-        return Cutting(
+    def cutter(self) -> WindowCutter:
+        return WindowCutter(
             full=self.full,
             schedule=self.schedule,
             batch_size=self.batch_size,
             buckets=self.config.length_buckets,
-            shares=self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1,
+            shares_prefixes=self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1,
             copies_prefixes=not self.model.supports_shared_prefix or self.graphs is not None,
-            price=partial(
-                PromptPrices.of,
-                self.model.config,
-                ceilings=self.ceilings or NOMINAL[self.device.type],
-                itemsize=self.dtype.itemsize,
-                weight_itemsize=self.model.weight_itemsize,
-            ),
-            known_prices=self._prices,
+            prefill_costs=self._prefill_costs,
         )
 
-    def cut(self, requests: Sequence[Request]) -> list[Batch]:
-        """The batches that a window is decoded in."""
-        return self.cutting.cut(requests)
+    def schedule(self, max_new_tokens: int) -> Schedule:
+        """The schedule of a row with that limit. Rows with equal schedules share batches.
 
-    def sharing_of(self, requests: Sequence[Request], schedule: Schedule) -> PrefixSharing | None:
-        """What a batch of whoever waits together shares; None: nothing that pays."""
-        return self.cutting.sharing_of(requests, schedule)
+        A schedule that only drafts is the same for all limits, since rows of full depth share batches whatever theirs
+        are.
+        """
+        return make_schedule(
+            self.config.decode,
+            num_layers=self.model.config.num_hidden_layers,
+            max_new_tokens=DRAFT_HORIZON if self.config.decode.get("lossless") else max_new_tokens,
+            kv_layers=self.model.config.kv_layers(self.config.prefill),
+        )
 
-    def batch_size(self, bucket: int, max_new_tokens: int, *, head_columns: int = 0) -> int:
-        """Rows per batch for prompts of up to `bucket` tokens. `head_columns`: of heads beside these, per row."""
+    def batch_size(self, bucket: int, max_new_tokens: int, *, prefix_columns: int = 0) -> int:
+        """Rows per batch for prompts of up to `bucket` tokens, beside `prefix_columns` of shared prefixes per row."""
         if self.config.batch_size:
             return self.config.batch_size
         if self.config.deterministic:  # free memory must not choose a shape
             return DETERMINISTIC_ROWS
         schedules = {self.schedule(max_new_tokens): 1.0}
         if self.config.baseline_fraction > 0:  # the same rows at full depth, which on a host may take twice the share
-            schedules[self.full] = 1.0 if self.room.is_cuda else 0.5
-        return self.room.rows(schedules, prompt_columns=bucket, num_new=max_new_tokens, head_columns=head_columns)
+            schedules[self.full] = 1.0 if self.memory.is_cuda else 0.5
+        return self.memory.rows(schedules, prompt_columns=bucket, num_new=max_new_tokens, prefix_columns=prefix_columns)
 
-    def _capture(self) -> None:
-        """All graphs that batches under this configuration ask for."""
-        if self.graphs is None:
-            return
-        schedules = [self.schedule(min(self.model.config.max_position_embeddings, MAX_STEPS))]
-        schedules += [self.full] if self.config.baseline_fraction > 0 else []
-        rows = [self.graphs.max_rows] if self.config.deterministic else None
-        self.graphs.capture_all(plans_of(schedules, MAX_STEPS), rows)
-        logger.info("%s", self.graphs.describe())
+    def _prefill_costs(self, schedule: Schedule) -> PrefillCosts:
+        plan = schedule.prefill()
+        if plan not in self._costs:
+            self._costs[plan] = PrefillCosts.of(
+                self.model.config,
+                schedule,
+                self.ceilings or NOMINAL_CEILINGS[self.device.type],
+                itemsize=self.dtype.itemsize,
+                weight_itemsize=self.model.weight_itemsize,
+            )
+        return self._costs[plan]
 
-    def _decode(
+    # --- a batch
+
+    def _decode_or_split(
         self,
         batch: Batch,
         requests: Sequence[Request],
@@ -205,27 +247,30 @@ class Generator:
         may_measure: bool,
         split_error: str | None = None,
     ) -> dict[int, Answer]:
-        """`split_error`: why the larger batch that this one is a half of could not be decoded."""
+        """Answers by row. A batch that fails is decoded in halves, until the row at fault is alone.
+
+        `split_error`: why the batch that this one is a half of failed.
+        """
         chosen = [requests[row] for row in batch.rows]
         try:
-            completions = self._measured(batch, chosen, schedule, records, may_measure)
+            completions = self._decode_and_record(batch, chosen, schedule, records, may_measure)
             if split_error is not None:
                 records[-1]["split_error"] = split_error
             return dict(zip(batch.rows, completions, strict=True))
-        except Exception as error:  # whatever a batch dies of must not take its neighbours along
-            if is_lost(error, self.devices):
+        except Exception as error:  # whatever the cause, it must not take the neighbours along
+            if is_device_lost(error, self.devices):
                 raise  # every later batch would fail too; a new process may not
             message = f"{type(error).__name__}: {error}"[:2000]
-        # Outside `except`: the traceback holds the dead batch's cache, and its halves need that memory. Graphs stay.
+        # Outside `except`: the traceback holds the failed batch's cache, and its halves need that memory.
         if len(batch.rows) == 1:
             return {batch.rows[0]: RowFailure("engine_error", message)}
         half = len(batch.rows) // 2
         answers: dict[int, Answer] = {}
         for part in (slice(half), slice(half, None)):
-            answers |= self._decode(batch.of(part), requests, schedule, records, may_measure, message)
+            answers |= self._decode_or_split(batch.part(part), requests, schedule, records, may_measure, message)
         return answers
 
-    def _measured(
+    def _decode_and_record(
         self,
         batch: Batch,
         chosen: Sequence[Request],
@@ -233,22 +278,20 @@ class Generator:
         records: list[dict[str, Any]],
         may_measure: bool,
     ) -> list[Completion]:
-        """Decodes the batch, at full depth too when its turn has come, and records what it cost."""
+        """Decodes the batch, at full depth too if the sample says so, and appends a record of what it cost."""
         started_at = time.time()
         counts = may_measure and not is_scored_alone(chosen[0])
-        is_paired = counts and self._turns.is_next(self.config.baseline_fraction) and schedule != self.full
+        is_paired = counts and self._sample.is_due(self.config.baseline_fraction) and schedule != self.full
         full: BatchResult | None = None
         full_error = None
-        if is_paired and self._turns.is_full_first:
-            full, full_error = self._baseline(batch, chosen)
+        if is_paired and self._sample.is_full_first:
+            full, full_error = self._run_at_full_depth(batch, chosen)
         result = self._run(batch, chosen, schedule)
-        shape = self.cutting.shared_shape(batch, chosen, schedule)
-        if is_paired and not self._turns.is_full_first:
-            full, full_error = self._baseline(batch, chosen)
-        record = {"started_at": started_at, "batch": self._turns.batches} | figures(result)
+        if is_paired and not self._sample.is_full_first:
+            full, full_error = self._run_at_full_depth(batch, chosen)
+        record = {"started_at": started_at, "batch": self._sample.batches} | figures(result)
         record["layers"] = self.model.config.num_hidden_layers
-        # first: a batch that fails leaves no record
-        completions, record["score_s"] = scored(self.model, chosen, result, not self.config.deterministic)
+        completions, record["score_s"] = self._scored(chosen, result)  # a batch that fails here leaves no record
         if full_error is not None:
             record["full_error"] = full_error
         if full is not None:
@@ -261,41 +304,105 @@ class Generator:
                 self.ceilings,
                 itemsize=self.dtype.itemsize,
                 num_devices=len(self.devices),
-                sharing=shape,
+                sharing=self.cutter.shared_shape(batch, chosen, schedule),
                 in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
         records.append(record)
-        self._turns = self._turns.after(chosen[0].id, counts=counts, is_pair=full is not None)
+        self._sample = self._sample.after(chosen[0].id, counts=counts, is_pair=full is not None)
         return completions
 
-    def _baseline(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
-        """The batch at full depth, or why it could not be had: no row may fail of a measurement."""
+    def _run_at_full_depth(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
+        """The result, or the error: no row may fail because of a measurement."""
         try:
             return self._run(batch, chosen, self.full), None
         except Exception as error:
-            if is_lost(error, self.devices):
+            if is_device_lost(error, self.devices):
                 raise
             return None, f"{type(error).__name__}: {error}"[:2000]
 
     def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
         if is_scored_alone(chosen[0]):
-            return score_alone(self.model, chosen, not self.config.deterministic)
+            return score_alone(self.model, chosen, together=not self.config.deterministic)
+        sharing = prefixes_in(batch, [request.prompt_tokens for request in chosen])
+        decode_text = self.tokenizer.decode
         if isinstance(schedule, Lossless):
-            length, decode = self.draft_length(schedule), self.tokenizer.decode
-            sharing = sharing_in(batch, chosen)
-            return generate_lossless(self.model, chosen, schedule, decode_text=decode, length=length, sharing=sharing)
-        fixed: dict[str, Any] = {}
+            length = self.draft_length(schedule)
+            return generate_lossless(
+                self.model, chosen, schedule, decode_text=decode_text, length=length, sharing=sharing
+            )
+        options: dict[str, Any] = {} if sharing is None else {"sharing": sharing}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
-            fixed = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
-        if (sharing := sharing_in(batch, chosen)) is not None:
-            fixed = {"sharing": sharing}
-        return generate(self.model, chosen, schedule, decode_text=self.tokenizer.decode, graphs=self.graphs, **fixed)
+            options = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
+        return generate(self.model, chosen, schedule, decode_text=decode_text, graphs=self.graphs, **options)
+
+    def _scored(self, chosen: Sequence[Request], result: BatchResult) -> tuple[list[Completion], float]:
+        """The completions, with the prompt scores asked for beside new tokens, and the seconds that scoring took."""
+        if is_scored_alone(chosen[0]):
+            return result.completions, 0.0
+        start = time.perf_counter()
+        together = not self.config.deterministic
+        completions = with_scores(self.model, chosen, result.completions, together=together)
+        return completions, time.perf_counter() - start
+
+    def draft_length(self, schedule: Lossless) -> DraftLength:
+        """Decides how many tokens the batches of that schedule draft; one for all of them, which learns from each."""
+        if schedule not in self._draft_lengths:
+            ceilings = None if self.config.deterministic else self.ceilings  # times must decide nothing there
+            prices, known = Prices.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
+            self._draft_lengths[schedule] = DraftLength(schedule, prices, known, vocabulary=self._vocabulary)
+        return self._draft_lengths[schedule]
+
+    # --- loading
+
+    def _measure_ceilings(self) -> None:
+        if self.ceilings is None and (self.config.baseline_fraction > 0 or self.config.decode.get("lossless")):
+            self.ceilings = measure_ceilings(str(self.device), dtype_name(self.dtype))
+
+    def _make_graphs(self) -> CudaGraphs | None:
+        """Takes what is left of the memory share for the caches of captured steps; None if steps are not captured."""
+        config = self.config
+        is_lossless = bool(config.decode.get("lossless"))  # whose caches lie in torch's own memory
+        if not config.has_graphs or is_lossless or len(self.devices) > 1 or not graphs_serve(self.model):
+            return None
+        rows = config.batch_size or (DETERMINISTIC_ROWS if config.deterministic else MAX_BATCH_ROWS["cuda"])
+        return CudaGraphs(self.model, self.memory.gpu_cache_bytes, max_rows=rows)
 
     def _warm_up(self) -> None:
-        """First calls are slow; they belong to loading, not to the first batch."""
-        self._capture()
-        schedule = self.schedule(NEW_TOKENS)
-        is_cuda = self.device.type == "cuda"
-        most = self.batch_size(PROMPT_TOKENS, NEW_TOKENS) if is_cuda else ROWS  # as many as memory holds
-        warm_up(self.model, schedule, self.graphs, max_rows=most)
+        """Captures graphs and makes the first, slow calls, so that they count as loading."""
+        self._capture_graphs()
+        # On a GPU for as many rows as fit into memory, since kernels are compiled for numbers of rows.
+        max_rows = self.batch_size(PROMPT_TOKENS, NEW_TOKENS) if self.device.type == "cuda" else ROWS
+        warm_up(self.model, self.schedule(NEW_TOKENS), self.graphs, max_rows=max_rows)
+
+    def _capture_graphs(self) -> None:
+        """Captures all graphs that batches under this configuration will ask for."""
+        if self.graphs is None:
+            return
+        schedules = [self.schedule(min(self.model.config.max_position_embeddings, MAX_CAPTURED_STEPS))]
+        schedules += [self.full] if self.config.baseline_fraction > 0 else []
+        rows = [self.graphs.max_rows] if self.config.deterministic else None
+        self.graphs.capture_all(plans_of(schedules, MAX_CAPTURED_STEPS), rows)
+        logger.info("%s", self.graphs.describe())
+
+
+def _load(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.device], torch.dtype]:
+    """The model, packed for its devices; these; and the type of hidden states, keys and values.
+
+    Raises ValueError, before any weight is read, where devices are missing or the weights do not fit.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    devices = devices_of(device, config.num_devices)
+    if devices[0].type == "cuda":
+        shape = read_config(resolve_source(config.source))
+        check_weights_fit(shape, config.source, devices, dtype.itemsize, config.memory_share)
+    model = load_model(config.source, adapter=config.adapter, device=devices[0], dtype=dtype, devices=devices)
+    packed = model.pack(config.quantization)
+    if config.deterministic and config.decode.get("lossless") and not packed.is_batch_invariant:
+        raise ValueError(f"decode.lossless: {DRAFTS_NEED_SAME_BITS}; here products of this model are torch's")
+    if (reason := backend_on(devices[0]).why_slow) is not None:
+        logger.warning("decoding is slower than it could be: %s", reason)
+    return packed, devices, dtype

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from actors.model_loading import keep_loaded
+from actors.memory import freeze_gc
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
 from pipeline.demo.corpus import make_prompts
@@ -74,7 +74,7 @@ def main() -> None:
     prompts = Tokenizer(arguments.source, model.config).encode([str(row["prompt"]) for row in make_prompts(PROMPTS)])
     sampling = Sampling(arguments.new_tokens, ignore_eos=True)
     pool = [Request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
-    keep_loaded()
+    freeze_gc()
     document = provenance(torch.device("cpu")) | {
         "source": Path(arguments.source).name,
         "dtype": dtype_name(dtype),

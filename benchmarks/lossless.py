@@ -31,7 +31,7 @@ from torch import Tensor
 
 from actors.measuring.bench import random_model
 from actors.measuring.draft_times import VERIFIED, time_drafts, time_steps
-from actors.model_loading import keep_loaded
+from actors.memory import freeze_gc
 from benchmarks.lossless_expected import Part, Typical
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
@@ -247,7 +247,7 @@ def main() -> None:
         batches = arguments.batches or BATCHES[name]
         num_requests = max(batches) * (arguments.repeats + 1)
         model, pool = model_and_requests(name, dtype, num_requests, arguments)
-        keep_loaded()  # as a worker does
+        freeze_gc()  # as a worker does
         if len(pool) < num_requests:
             parser.error(f"--prompts: {arguments.prompts} has {len(pool)}, and {num_requests} are asked for")
         draft = DRAFT

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from actors.batching.buckets import Batch, cut_batches
-from actors.batching.memory_budget import MAX_BATCH_ROWS
-from actors.batching.prefix_batches import PromptPrices, cut_window
+from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefixes
 from actors.generator import GeneratorConfig
 from actors.measuring.bench import random_model
+from actors.memory import MAX_BATCH_ROWS
 from benchmarks.peer_engines import Spec
 from benchmarks.peer_worker import Contestant, PeerError
 from pipeline.cluster.machine import provenance
@@ -87,14 +87,14 @@ class Worker:
     def cut(self, requests: list[Request], *, shares: bool) -> list[Batch]:
         prompts = [request.prompt_tokens for request in requests]
         if shares:
-            prices = PromptPrices.of(self.model.config, self.full, self.ceilings, **self.sizes)
+            costs = PrefillCosts.of(self.model.config, self.full, self.ceilings, **self.sizes)
             copies = not self.model.supports_shared_prefix
-            found = cut_window(prompts, prices, self.num_new - 1, BUCKETS, self._size, copies=copies)
+            found = cut_with_shared_prefixes(prompts, costs, self.num_new - 1, BUCKETS, self._size, copies=copies)
             if found is not None:
                 return found
         return cut_batches([len(p) for p in prompts], [None] * len(prompts), BUCKETS, self._size)
 
-    def _size(self, bucket: int, *, head_columns: int = 0) -> int:
+    def _size(self, bucket: int, *, prefix_columns: int = 0) -> int:
         return self.batch_rows
 
     def decode(self, requests: list[Request], *, shares: bool) -> dict[str, float]:
@@ -104,7 +104,7 @@ class Worker:
         for batch in self.cut(requests, shares=shares):
             chosen = [requests[row] for row in batch.rows]
             prompts = [request.prompt_tokens for request in chosen]
-            sharing = share_prefixes(prompts, batch.marks) if batch.marks else None
+            sharing = share_prefixes(prompts, batch.prefix_lengths) if batch.prefix_lengths else None
             stats = generate(self.model, chosen, self.full, sharing=sharing).stats
             made["prefill_s"] += stats.prefill_s
             made["decode_s"] += stats.decode_s

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jobs.cli
 import jobs.generate
 import pipeline.generate.dataset
-from actors.results import WindowResult
+from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import Decoder
 from skipdecode.engine.generate import Completion, Request

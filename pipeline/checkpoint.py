@@ -6,8 +6,8 @@ from pathlib import Path
 
 import ray
 
-from actors.batching.memory_budget import DETERMINISTIC_ROWS
-from actors.model_loading import DRAFTS_NEED_SAME_BITS
+from actors.generator import DRAFTS_NEED_SAME_BITS
+from actors.memory import DETERMINISTIC_ROWS
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Json, Log
 from skipdecode.backends.choice import int8_misfit

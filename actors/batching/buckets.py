@@ -1,4 +1,4 @@
-"""Cutting a window of rows into batches: same schedule, same length bucket, sorted by length. Pure functions."""
+"""Batches cut from a window of rows by length: rows of one batch have the same schedule and the same length bucket."""
 
 import itertools
 from bisect import bisect_left
@@ -11,18 +11,17 @@ class Batch:
     rows: tuple[int, ...]
     """Indices into the window."""
     bucket: int
-    """Columns that hold every prompt of the batch, or what is behind its heads: the length bucket."""
-    marks: tuple[tuple[int, ...], ...] = ()
-    """Where the heads end that each row shares with others (`actors.batching.prefix_batches`); empty: nothing is
-    shared."""
+    """Width in tokens that holds every prompt of the batch, or what follows the shared prefixes of each."""
+    prefix_lengths: tuple[tuple[int, ...], ...] = ()
+    """Per row, the lengths of the (nested) prefixes that it shares with others; empty if nothing is shared."""
 
-    def of(self, part: slice) -> "Batch":
-        """Some of its rows."""
-        return Batch(self.rows[part], self.bucket, self.marks[part])
+    def part(self, which: slice) -> "Batch":
+        """The batch of some of the rows."""
+        return Batch(self.rows[which], self.bucket, self.prefix_lengths[which])
 
 
 def bucket_of(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket (sorted) that holds `length`; behind the last one, the length rounded up to its multiple."""
+    """The smallest bucket (sorted) that holds `length`; beyond the last one, the next multiple of the last one."""
     at = bisect_left(buckets, length)
     if at < len(buckets):
         return buckets[at]
@@ -35,9 +34,9 @@ def cut_batches(
     buckets: Sequence[int],
     batch_size: Callable[[int], int],
 ) -> list[Batch]:
-    """A partition of range(len(lengths)): rows of one batch share group and bucket, `batch_size(bucket)` at most.
+    """Partitions range(len(lengths)) into batches of one group and one bucket, with at most `batch_size(bucket)` rows.
 
-    Rows that do not fill the last batch are spread evenly, so that there is no tiny one behind full ones.
+    The rows of a bucket are spread evenly over its batches, so that no tiny batch follows full ones.
     """
     members: dict[tuple[Hashable, int], list[int]] = {}
     for row, (length, group) in enumerate(zip(lengths, groups, strict=True)):

@@ -1,12 +1,13 @@
-"""Full depth beside a schedule: which batches of a worker are decoded at both, and what the cost model says of them.
+"""The batches of a worker that are decoded at full depth too, and what is recorded of a batch.
 
-Reports have their speed-up and agreement from these batches. Left out: decoding, and records of one pass (`records`).
+The speedup and the agreement of a report come from these batches.
 """
 
 import math
 import random
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from skipdecode.cost.roofline import Ceilings, SharedShape, predict_s
 from skipdecode.engine.batch_stats import LosslessStats
@@ -15,57 +16,70 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, Schedule
 
-FIRST_PAIRS = (0, 2, 4)  # own batches of each worker always measured at full depth too: two give a useless interval
+FIRST_PAIRS = (0, 2, 4)  # batches of each worker that are always in the sample: two make a useless interval
 
 
 @dataclass(frozen=True)
-class Turns:
-    """How many batches a worker has decoded."""
+class FullDepthSample:
+    """How many batches a worker has decoded, and how many of them at full depth too (pairs)."""
 
     batches: int = 0
     counted: int = 0
-    """Of these, those that count for the share."""
+    """Batches that the sampled fraction is of."""
     pairs: int = 0
-    """Of these, those that were decoded at full depth too."""
     first_row: str = ""
-    """Id of its first row, by which workers draw other places."""
+    """The id of the worker's first row: the seed by which workers draw different batches."""
 
-    def is_next(self, fraction: float) -> bool:
-        """Whether the next batch that counts is decoded at full depth too, as `fraction` of them are."""
+    def is_due(self, fraction: float) -> bool:
+        """True if the next counted batch is in a sample of `fraction` of them."""
         return fraction > 0 and (self.counted in FIRST_PAIRS or self.counted == self._drawn(fraction))
 
     def _drawn(self, fraction: float) -> int:
-        """Place of the pair in the part that the next batch falls into. One batch is `fraction` of a part.
+        """The batch that is drawn from the 1 / `fraction` batches among which the next one is.
 
-        By chance: a worker that shares what is left has the batches of a window longest first, so places at even
-        distances may all have about one length.
+        Drawn, because batches of a stolen window come longest first: equal distances could always hit one length.
         """
-        part = int(self.counted * _share(fraction))
-        first, end = (math.ceil(at / _share(fraction)) for at in (part, part + 1))
+        part = int(self.counted * _exact(fraction))
+        first, end = (math.ceil(at / _exact(fraction)) for at in (part, part + 1))
         return first + random.Random(f"{self.first_row} {part}").randrange(end - first)
 
     @property
     def is_full_first(self) -> bool:
-        """Of the next pair. A B B A: drift of the machine cancels out."""
+        """True if the next pair decodes at full depth first. The order alternates, so that drift cancels out."""
         return self.pairs % 2 == 1
 
-    def after(self, row: str, *, counts: bool, is_pair: bool) -> "Turns":
-        """With one batch more, `row` the id of one of its rows."""
-        return Turns(self.batches + 1, self.counted + counts, self.pairs + is_pair, self.first_row or row)
+    def after(self, row: str, *, counts: bool, is_pair: bool) -> "FullDepthSample":
+        """The state after one more batch, where `row` is the id of one of its rows."""
+        return FullDepthSample(self.batches + 1, self.counted + counts, self.pairs + is_pair, self.first_row or row)
 
 
 def paired_batches(batches: int, fraction: float) -> int:
-    """Of a worker's first `batches`, those decoded at full depth too; one more or less by the draw of the last part."""
+    """How many of a worker's first `batches` are pairs; one more or less by the draw of the last part."""
     if fraction <= 0:
         return 0
-    last = Turns(counted=batches)
-    drawn = int(batches * _share(fraction)) + (last._drawn(fraction) < batches)
-    places = (Turns(counted=place) for place in FIRST_PAIRS if place < batches)
-    return drawn + sum(turns.counted != turns._drawn(fraction) for turns in places)
+    last = FullDepthSample(counted=batches)
+    drawn = int(batches * _exact(fraction)) + (last._drawn(fraction) < batches)
+    first = (FullDepthSample(counted=number) for number in FIRST_PAIRS if number < batches)
+    return drawn + sum(sample.counted != sample._drawn(fraction) for sample in first)
 
 
-def _share(fraction: float) -> Fraction:
+def _exact(fraction: float) -> Fraction:
     return Fraction(str(fraction))  # 0.1 is a tenth, which the float is not
+
+
+def figures(result: BatchResult) -> dict[str, Any]:
+    """The numbers of a batch that go into its record."""
+    return {name: value for name, value in vars(result.stats).items() if name not in result.stats.unrecorded}
+
+
+def agreement(result: BatchResult, full: BatchResult) -> dict[str, int]:
+    """How far the tokens are those of full depth: equal rows, and equal tokens position by position."""
+    exact = matched = compared = 0
+    for ours, theirs in zip(result.completions, full.completions, strict=True):
+        exact += ours.tokens == theirs.tokens
+        matched += sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
+        compared += max(len(ours.tokens), len(theirs.tokens))
+    return {"exact_rows": exact, "matched_tokens": matched, "compared_tokens": compared}
 
 
 def predicted(
@@ -79,9 +93,9 @@ def predicted(
     sharing: SharedShape | None,
     in_graphs: bool,
 ) -> dict[str, float]:
-    """Seconds of a batch by the cost model, under its schedule and at full depth, as its record has them."""
+    """The seconds of a batch by the cost model, under its schedule and at full depth, by the names in its record."""
     record: dict[str, float] = {}
-    parts = num_devices  # all of them take as long as one part alone would on one device
+    parts = num_devices  # a batch is as many parts, and takes as long as one part would alone on one device
     for prefix, chosen in (("predicted", schedule), ("full_predicted", FullDepth(model.config.num_hidden_layers))):
         prefill, decode = predict_s(
             model.config,
@@ -97,6 +111,6 @@ def predicted(
             in_graphs=in_graphs,
         )
         if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):
-            decode = result.stats.model_decode_s  # how many rounds there were nobody knew before
+            decode = result.stats.model_decode_s  # the number of rounds was not known before
         record |= {f"{prefix}_prefill_s": prefill, f"{prefix}_decode_s": decode}
     return record

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from actors.batching.memory_budget import free_bytes
-from actors.gpu_memory import DeviceMemory
 from actors.measuring.profile import profile_step
+from actors.memory import DeviceMemory, free_bytes
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.batch_sizes import row_rounding, rows_within

@@ -92,7 +92,7 @@ class CohortScheduler(Admission):
             compact_at=0.0 if is_fixed else 1.0,
             check_every=1,
             graphs=graphs,
-            sharing=generator.sharing_of(requests, first.schedule),
+            sharing=generator.shared_prefixes(requests, first.schedule),
         )
         for ticket, row in zip(tickets, cohort.rows, strict=True):
             ticket.row = row
@@ -107,7 +107,7 @@ class CohortScheduler(Admission):
         self._running.append(CohortBatch(batch, tickets))
         self._last_start = time.monotonic()
         requests = [ticket.request for ticket in tickets]
-        rows = batch.join(requests, self.generator.sharing_of(requests, schedule))
+        rows = batch.join(requests, self.generator.shared_prefixes(requests, schedule))
         for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
 

@@ -32,7 +32,7 @@ class PoolBatch:
 
     def join(self, tickets: list[Ticket], generator: Generator) -> None:
         requests = [ticket.request for ticket in tickets]
-        rows = self.batch.join(requests, generator.sharing_of(requests, self.batch.schedule))
+        rows = self.batch.join(requests, generator.shared_prefixes(requests, self.batch.schedule))
         for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
         self.all_tickets += tickets

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.generator import Generator
-from actors.gpu_memory import is_lost
+from actors.memory import is_device_lost
 from actors.serving.cohort_scheduler import CohortScheduler
 from actors.serving.continuous_scheduler import ContinuousScheduler
 from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
@@ -146,7 +146,7 @@ class Engine:
         try:
             work()
         except Exception as error:  # whatever a batch dies of must not take its neighbours along
-            if is_lost(error, self.generator.devices):
+            if is_device_lost(error, self.generator.devices):
                 raise  # every later batch would fail too; a new process may not
             reason = f"{type(error).__name__}: {error}"[:2000]
         else:

@@ -95,7 +95,7 @@ class Admission:
 
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         self.generator, self.config = generator, config
-        self.cache_budget = generator.room.engine_bytes
+        self.cache_budget = generator.memory.serving_cache_bytes
 
     def ticket(self, request: Request) -> Ticket:
         schedule = self.generator.schedule(request.sampling.max_new_tokens)

@@ -147,7 +147,7 @@ class _Namespace(jinja2.utils.Namespace):
         jinja2.utils.Namespace.__init__(own, given)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._check(name)
+        _Namespace._check(name)
         super().__setitem__(name, value)
 
     @staticmethod

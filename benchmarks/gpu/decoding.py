@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from actors.gpu_memory import DeviceMemory
 from actors.measuring.bench import random_model
+from actors.memory import DeviceMemory
 from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.gpu_specs import MEMORY_SHARE

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from actors.gpu_memory import DeviceMemory
+from actors.memory import DeviceMemory
 from benchmarks.gpu.bench import Bench, Found, Wrong
 from skipdecode.backends.device import backend_on
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NotRequired, ParamSpec, Protocol, TypedDict, T
 import ray
 
 if TYPE_CHECKING:  # the actors' own processes need no torch
-    from actors.results import Answer
+    from actors.generator import Answer
     from skipdecode.engine.generate import Request
 
 T = TypeVar("T")

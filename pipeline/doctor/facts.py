@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from actors.batching.memory_budget import free_bytes
+from actors.memory import free_bytes
 from pipeline.cluster.pool import object_store_bytes
 from pipeline.config.job import ConfigError
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose, cpu_flags

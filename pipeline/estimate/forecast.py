@@ -12,9 +12,9 @@ from typing import Final
 
 from actors.batching.buckets import Batch
 from actors.batching.full_depth_sample import paired_batches
-from actors.batching.memory_budget import MAX_BATCH_ROWS
 from actors.batching.prompt_scoring import is_scored_alone
 from actors.generator import Generator
+from actors.memory import MAX_BATCH_ROWS
 from pipeline.config.job import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_step
 from pipeline.estimate.sample import Sample

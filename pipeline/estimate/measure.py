@@ -105,7 +105,7 @@ def predicted_s(
         batch_rows=carried,
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,
-        sharing=generator.cutting.shared_shape(batch, chosen, own),
+        sharing=generator.cutter.shared_shape(batch, chosen, own),
     )
 
 

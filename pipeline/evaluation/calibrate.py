@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import torch
 from pydantic import Field
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator, GeneratorConfig, RowFailure
 from actors.measuring.calibrate import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
-from actors.results import RowFailure
 from pipeline.checkpoint import ResolvedModel, check_model
 from pipeline.cluster.machine import device_facts, version_of
 from pipeline.config.job import (

@@ -102,7 +102,7 @@ def check_sizes(generator: Generator, pairs: Sequence[Pair], config: "CalibrateC
         num_new=config.max_new_tokens,
         itemsize=generator.dtype.itemsize,
     )
-    most = int(generator.room.engine_bytes // per_row)
+    most = int(generator.memory.serving_cache_bytes // per_row)
     if wrong := [size for size in config.batch_sizes if size > most]:
         raise ConfigError("batch_sizes", f"{wrong[0]} rows are too many: there is room for {most} on this machine")
 

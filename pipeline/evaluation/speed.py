@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.results import WindowResult
+from actors.generator import WindowResult
 from pipeline.evaluation.documents import PrefillSpeedup, SpeedFigures
 from pipeline.report.batches import BatchTotals, agreement, ratio, speedup
 from pipeline.report.document import Agreement, Speedup

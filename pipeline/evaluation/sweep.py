@@ -17,8 +17,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from actors.generator import Generator, GeneratorConfig
-from actors.results import RowFailure, WindowResult
+from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult
 from actors.training.trainer import mean_losses
 from pipeline.checkpoint import check_model, check_quantization, resolve_decode
 from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, Section

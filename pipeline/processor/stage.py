@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from actors.results import WindowResult
+from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import Decoder
 from pipeline.stages.window import Window

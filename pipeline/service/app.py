@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.generator import GeneratorConfig
-from actors.model_loading import keep_loaded
+from actors.memory import freeze_gc
 from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, check_quantization, worker_path
 from pipeline.cluster.node_backends import look, why_by_torch
 from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
@@ -47,7 +47,7 @@ class Completions:
             spec = replace(spec, generator=replace(spec.generator, num_threads=replica_threads(num_cores(), reserved)))
         self.endpoint = Endpoint(spec)
         self.metrics = RayMetrics(self.endpoint)
-        keep_loaded()
+        freeze_gc()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.endpoint, self.metrics, partial(scrape, serve.get_replica_context().app_name))

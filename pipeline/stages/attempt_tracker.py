@@ -24,7 +24,7 @@ from pipeline.cluster.pool import on_this_node
 from pipeline.cluster.ray_handles import AttemptTrackerHandle, Plan, Process, RunVerdict
 
 if TYPE_CHECKING:  # the ledger's process needs no torch
-    from actors.results import Answer
+    from actors.generator import Answer
 
 MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
 MIN_DEATHS_IN_A_ROW = 20  # of one worker without a part decoded in between, before the worker is to blame

@@ -13,7 +13,7 @@ import pyarrow as pa
 import ray
 
 from actors.generator import GeneratorConfig
-from actors.model_loading import keep_loaded
+from actors.memory import freeze_gc
 from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, LeftoversHandle, Process, fetch
 from pipeline.fault_injection import fault_point
 from pipeline.stages.attempt_tracker import StopRun
@@ -50,7 +50,7 @@ class DecodeStage:
             raise StopRun(stop)
         fault_point("load")
         decoder = self._load(config)
-        keep_loaded()
+        freeze_gc()
         attempts.ready.remote(self.worker)
         collector.worker_started.remote(
             self.worker,
@@ -59,7 +59,7 @@ class DecodeStage:
                 "pid": process.pid,
                 "load_s": decoder.generator.load_s,
                 "device": str(decoder.generator.device),
-                "dtype": decoder.generator.numbers,
+                "dtype": decoder.generator.precision,
                 "backend": decoder.backend(),
                 "ready_at": time.time(),
             },

@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.generator import Generator, GeneratorConfig
-from actors.gpu_memory import is_lost
-from actors.results import WindowResult
+from actors.generator import Generator, GeneratorConfig, WindowResult
+from actors.memory import is_device_lost
 from pipeline.cluster.ray_handles import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.config.sampling import Sampling
@@ -34,7 +33,7 @@ class Decoder:
         try:
             return self._thread.submit(self.generator, requests, may_measure).result()
         except Exception as error:
-            if not is_lost(error, self.generator.devices):
+            if not is_device_lost(error, self.generator.devices):
                 raise
             self._last_words(f"{type(error).__name__}: {error}"[:500])
             os._exit(1)

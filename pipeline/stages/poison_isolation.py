@@ -6,7 +6,7 @@ Why the parts are as they are: `pipeline.stages.attempt_tracker`.
 import time
 from collections.abc import Sequence
 
-from actors.results import Answer, RowFailure
+from actors.generator import Answer, RowFailure
 from pipeline.cluster.ray_handles import fetch
 from pipeline.schema import POISON_ROW
 from pipeline.stages.attempt_tracker import StopRun

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from actors.results import Answer, RowFailure
+from actors.generator import Answer, RowFailure
 from pipeline.openai.parameters import asks_for_choice
 from pipeline.schema import ID, PROMPT_TOKENS, SAMPLING
 from pipeline.stages.logprob_columns import score_columns

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence, Set
 from typing import cast
 
-from actors.results import Answer, RowFailure
+from actors.generator import Answer, RowFailure
 from pipeline.cluster.ray_handles import AttemptTrackerHandle, BatchRecord, CollectorHandle, fetch
 from pipeline.fault_injection import fault_point
 from pipeline.stages.model_thread import Decoder

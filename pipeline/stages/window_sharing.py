@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from actors.results import Answer
+from actors.generator import Answer
 from pipeline.cluster.ray_handles import LeftoversHandle, fetch
 from pipeline.fault_injection import fault_point
 from pipeline.stages.window_parts import Parts

@@ -20,7 +20,7 @@ from pipeline.cluster.pool import on_this_node
 from pipeline.cluster.ray_handles import Collected, LeftoversHandle, Loan
 
 if TYPE_CHECKING:  # this process needs no torch
-    from actors.results import Answer
+    from actors.generator import Answer
     from skipdecode.engine.generate import Request
 
 IDLE_AFTER_S = 0.3  # without a row, before a worker counts as idle: between two windows there is always a moment

@@ -1,4 +1,4 @@
-"""How many rows a batch on GPUs has: one truth for workers (`actors.batching.memory_budget`) and predictions
+"""How many rows a batch on GPUs has: one truth for workers (`actors.memory`) and predictions
 (`skipdecode.cost.predict`).
 
 Few numbers of rows, so that shapes repeat and CUDA graphs serve (`skipdecode.engine.cuda_graphs`). No torch.

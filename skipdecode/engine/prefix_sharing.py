@@ -4,7 +4,7 @@ fed.
 A shared prefix begins two or more prompts of the batch, or other prefixes. Where attention reads it in place, its keys
 and values are stored once, beside the rows' own (`skipdecode.kv.static_cache`); elsewhere (torch's operators, CUDA
 graphs, continuous batches) they are copied into every row's cache, and decode steps are those of any batch. The caller
-chooses which prompts share what (`actors.batching.prefix_batches`).
+chooses which prompts share what (`actors.batching.shared_prefixes`).
 
 The last token of a prompt is never shared, since the first new token comes from it. Prefixes have an even number of
 tokens: kernels add up bfloat16 values of two columns at a time, which keeps the order of an undivided prompt.

@@ -10,11 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actors import memory
 from actors.batching import full_depth_sample as baseline
-from actors.batching import memory_budget as room
-from actors.batching.memory_budget import DETERMINISTIC_ROWS
-from actors.generator import Generator, GeneratorConfig
-from actors.results import WindowResult
+from actors.generator import Generator, GeneratorConfig, WindowResult
+from actors.memory import DETERMINISTIC_ROWS
 from pipeline.demo.corpus import make_prompts
 from skipdecode.backends import choice
 from skipdecode.checkpoint.weights import load_model
@@ -60,7 +59,7 @@ def test_layers_on_several_devices(
     requests = [replace(request, score_prompt=i % 3 == 0) for i, request in enumerate(random_requests(14))]
     generator = build(num_devices=2, deterministic=deterministic, baseline_fraction=1.0, shares_prefixes=True)
     assert generator.model.placement is not None
-    assert not generator.cutting.shares
+    assert not generator.cutter.shares_prefixes
     seen: list[int] = []
     monkeypatch.setattr(baseline, "predict_s", lambda *_, rows, **__: seen.append(rows) or (1.0, 1.0))
     result = generator(requests)
@@ -159,7 +158,7 @@ def test_deterministic_shapes_do_not_follow_free_memory(
 ) -> None:
     generator = build(deterministic=True, batch_size=None)
     for free in (1, 1 << 20, 1 << 40):
-        monkeypatch.setattr(room, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
         calls.clear()
         generator(random_requests(3))
         assert {keys["batch_rows"] for _, keys in calls} == {DETERMINISTIC_ROWS}
@@ -189,11 +188,11 @@ def test_automatic_batch_size_fits_the_memory(build: Callable[..., Generator], m
     generator = build(batch_size=None)
     per_row = 2 * 48 * 4 * (6 * 32 + generator_steps(12))  # K and V, width, float32, columns of all layers
     for rows in (1, 7, 50):
-        monkeypatch.setattr(room, "free_bytes", lambda device, rows=rows: 4 * per_row * rows + 4)
+        monkeypatch.setattr(memory, "free_bytes", lambda device, rows=rows: 4 * per_row * rows + 4)
         assert generator.batch_size(32, 12) == rows
-    monkeypatch.setattr(room, "free_bytes", lambda device: 1 << 50)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 50)
     assert generator.batch_size(32, 12) == 128
-    monkeypatch.setattr(room, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     assert generator.batch_size(32, 12) == 1
     requests = random_requests(5)
     assert generator(requests).answers == one_by_one(generator, requests)

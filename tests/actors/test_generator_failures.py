@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from actors import generator as module
-from actors.generator import Generator
-from actors.results import Answer, RowFailure
+from actors.generator import Answer, Generator, RowFailure
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import BatchResult, Completion, Request, generate
 from tests.support.random_requests import one_by_one, random_requests

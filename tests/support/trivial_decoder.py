@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from actors.results import WindowResult
+from actors.generator import WindowResult
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage
 from skipdecode.engine.generate import Completion, Request
 

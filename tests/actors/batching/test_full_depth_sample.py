@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from actors import generator as module
-from actors.batching.full_depth_sample import FIRST_PAIRS, Turns, paired_batches
+from actors.batching.full_depth_sample import FIRST_PAIRS, FullDepthSample, agreement, paired_batches
 from actors.generator import Generator
-from actors.results import agreement
 from skipdecode.engine.batch_stats import BatchStats
 from skipdecode.engine.generate import BatchResult, Completion, Request, generate
 from skipdecode.schedules.plan import FullDepth
@@ -20,9 +19,9 @@ from tests.support.random_requests import one_by_one, random_requests
 
 
 def pairs(batches: int, fraction: float, first_row: str = "") -> list[int]:
-    turns, found = Turns(first_row=first_row), []
+    turns, found = FullDepthSample(first_row=first_row), []
     for place in range(batches):
-        is_pair = turns.is_next(fraction)
+        is_pair = turns.is_due(fraction)
         found += [place] * is_pair
         turns = turns.after("", counts=True, is_pair=is_pair)
     return found
@@ -55,7 +54,7 @@ def test_no_place_in_a_window_is_preferred(fraction: float, workers: int) -> Non
 
 
 def test_the_first_row_of_all_decides() -> None:
-    turns = Turns().after("a", counts=False, is_pair=False).after("b", counts=True, is_pair=True)
+    turns = FullDepthSample().after("a", counts=False, is_pair=False).after("b", counts=True, is_pair=True)
     assert (turns.batches, turns.counted, turns.pairs, turns.first_row) == (2, 1, 1, "a")
 
 

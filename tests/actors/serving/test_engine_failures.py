@@ -187,7 +187,9 @@ def test_all_who_wait_are_known_when_the_device_is_lost(
     generator: Generator, scheduler: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Newcomers whose prompts it was lost with, too, and an answer that was complete but not yet given out."""
-    monkeypatch.setattr("actors.serving.engine.is_lost", lambda error, _device: isinstance(error, ZeroDivisionError))
+    monkeypatch.setattr(
+        "actors.serving.engine.is_device_lost", lambda error, _device: isinstance(error, ZeroDivisionError)
+    )
     engine = engine_of(generator, scheduler=scheduler, max_cohorts=4)
     pool = [
         Request(str(i), p, greedy(1 if i == 1 else 12, ignore_eos=True))

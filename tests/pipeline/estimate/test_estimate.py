@@ -106,7 +106,7 @@ def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
     rows = [Request(f"r{i}", [5 + t % 90 for t in range(80)] + [6 + i], FIXED) for i in range(128)]
     measured = measure(sharing, rows)
     alone = Generator(replace(config, shares_prefixes=False))
-    assert any(batch.marks for batch in sharing.cut(rows))
+    assert any(batch.prefix_lengths for batch in sharing.cut(rows))
     assert seconds_per_row(sharing, rows, measured, shape()) < seconds_per_row(alone, rows, measured, shape())
 
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.data.expressions import col
 
-from actors.results import WindowResult
+from actors.generator import WindowResult
 from pipeline.config.job import ConfigError
 from pipeline.processor import build, build_processor
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage, without_key

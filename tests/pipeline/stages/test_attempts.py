@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from actors.results import Answer
+from actors.generator import Answer
 from pipeline.stages.attempt_tracker import MAX_START_DEATHS, AttemptTracker, Plan, Process
 from skipdecode.engine.generate import Completion
 

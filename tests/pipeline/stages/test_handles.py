@@ -4,7 +4,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from actors.results import Answer
+from actors.generator import Answer
 from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, LeftoversHandle
 from pipeline.report.collector import MetricsCollector
 from pipeline.stages.attempt_tracker import AttemptTracker

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.results import RowFailure, WindowResult
+from actors.generator import RowFailure, WindowResult
 from pipeline.cluster.ray_handles import Process, WindowRecord
 from pipeline.stages import window_sharing as sharing_module
 from pipeline.stages.attempt_tracker import AttemptTracker, StopRun

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from actors.results import RowFailure
+from actors.generator import RowFailure
 from pipeline.stages.window import Window
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import Completion

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actors.generator
-from actors.batching.prefix_batches import (
-    MIN_HEAD,
-    NOMINAL,
-    Head,
-    PromptPrices,
-    cut_sharing_prefixes,
-    cut_window,
+from actors.batching.shared_prefixes import (
+    MIN_PREFIX_TOKENS,
+    NOMINAL_CEILINGS,
+    PrefillCosts,
+    Prefixes,
+    cut_by_prefix,
+    cut_with_shared_prefixes,
     find_prefixes,
 )
 from actors.generator import Generator, GeneratorConfig
@@ -29,7 +29,7 @@ from skipdecode.schedules.plan import FullDepth, Schedule
 from tests.support.shared_prompts import grouped_prompts, llama, opt
 from tests.support.tiny_models import save_model, save_tokenizer
 
-PRICES = PromptPrices(token_s=1e-3, pass_s=2e-3, column_s=1e-6)
+COSTS = PrefillCosts(token_s=1e-3, pass_s=2e-3, column_s=1e-6)
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -47,26 +47,26 @@ WINDOWS = st.lists(
 def test_a_row_shares_with_whom_it_agrees_longest(groups: list[tuple[int, list[int]]], seed: int, copies: int) -> None:
     """Groups of random tokens: where answers are short, whoever agrees with any other row on enough tokens shares."""
     prompts = grouped_prompts(groups, seed) * copies
-    heads = find_prefixes(prompts, PRICES, 0)
-    for row, head in enumerate(heads):
+    prefixes = find_prefixes(prompts, COSTS, 0)
+    for row, own in enumerate(prefixes):
         best = max((common(prompts[row], other) for at, other in enumerate(prompts) if at != row), default=0)
-        assert head.length <= best
-        if best >= MIN_HEAD:
-            assert head.length > best - MIN_HEAD
-        for other, theirs in zip(prompts, heads, strict=True):
-            if theirs.block == head.block:
-                assert other[: head.length] == prompts[row][: head.length]
-    assert share_prefixes(prompts, [head.ends for head in heads]) is not None or not any(head.ends for head in heads)
+        assert own.length <= best
+        if best >= MIN_PREFIX_TOKENS:
+            assert own.length > best - MIN_PREFIX_TOKENS
+        for other, theirs in zip(prompts, prefixes, strict=True):
+            if theirs.ids[-1:] == own.ids[-1:]:
+                assert other[: own.length] == prompts[row][: own.length]
+    assert share_prefixes(prompts, [own.ends for own in prefixes]) is not None or not any(own.ends for own in prefixes)
 
 
 def test_samples_share_the_whole_prompt_and_templates_their_head() -> None:
     template = grouped_prompts([(0, [400])], 1)[0]
     documents = [template + end for end in grouped_prompts([(0, [60] * 16)], 2)]
     prompts = [document for document in documents for _ in range(8)]
-    heads = find_prefixes(prompts, PRICES, 63)
-    assert {head.ends for head in heads} == {(400, 458)}
-    assert len({head.block for head in heads}) == 16
-    sharing = share_prefixes(prompts, [head.ends for head in heads])
+    prefixes = find_prefixes(prompts, COSTS, 63)
+    assert {own.ends for own in prefixes} == {(400, 458)}
+    assert len({own.ids[-1] for own in prefixes}) == 16
+    sharing = share_prefixes(prompts, [own.ends for own in prefixes])
     assert sharing is not None
     assert len(prompts) * 460 - sharing.tokens_saved == 400 + 16 * 58 + 128 * 2
 
@@ -75,54 +75,59 @@ def test_a_few_tokens_more_are_not_worth_a_copy_of_the_rest() -> None:
     """Two documents of one template that begin with the same words read the template with all others."""
     template = grouped_prompts([(0, [400])], 1)[0]
     prompts = [template + end for end in [*grouped_prompts([(18, [9, 9])], 3), *grouped_prompts([(0, [27] * 9)], 4)]]
-    expensive = PromptPrices(token_s=1e-4, pass_s=1e-3, column_s=1e-6)
-    assert {head.ends for head in find_prefixes(prompts, expensive, 64)} == {(400,)}
-    assert sorted({head.ends for head in find_prefixes(prompts, expensive, 0)}) == [(400,), (400, 418)]
+    expensive = PrefillCosts(token_s=1e-4, pass_s=1e-3, column_s=1e-6)
+    assert {own.ends for own in find_prefixes(prompts, expensive, 64)} == {(400,)}
+    assert sorted({own.ends for own in find_prefixes(prompts, expensive, 0)}) == [(400,), (400, 418)]
 
 
 @given(groups=WINDOWS, seed=st.integers(0, 2**31), size=st.integers(1, 9))
 def test_batches_are_a_partition(groups: list[tuple[int, list[int]]], seed: int, size: int) -> None:
     prompts = grouped_prompts(groups, seed)
-    heads = find_prefixes(prompts, PRICES, 0)
-    batches = cut_sharing_prefixes([len(p) for p in prompts], heads, (8, 16, 32, 64), lambda bucket, rows: size)
+    prefixes = find_prefixes(prompts, COSTS, 0)
+    batches = cut_by_prefix([len(p) for p in prompts], prefixes, (8, 16, 32, 64), lambda bucket, rows: size)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(prompts)))
     for batch in batches:
         assert len(batch.rows) <= size
-        assert len(batch.marks) in (0, len(batch.rows))
-        for row, ends in zip(batch.rows, batch.marks or [()] * size, strict=False):
-            assert ends == heads[row].ends
-            assert len(prompts[row]) - heads[row].length <= batch.bucket
+        assert len(batch.prefix_lengths) in (0, len(batch.rows))
+        for row, ends in zip(batch.rows, batch.prefix_lengths or [()] * size, strict=False):
+            assert ends == prefixes[row].ends
+            assert len(prompts[row]) - prefixes[row].length <= batch.bucket
     buckets = {batch.bucket for batch in batches}
     for bucket in buckets:
         rows = sum(len(batch.rows) for batch in batches if batch.bucket == bucket)
         assert sum(batch.bucket == bucket for batch in batches) == -(-rows // size)  # no more than there must be
 
 
-def test_batches_are_cut_between_blocks_where_that_is_near() -> None:
-    heads = [Head((32,), (row // 5,)) for row in range(20)]
-    batches = cut_sharing_prefixes([40] * 20, heads, (16, 64), lambda bucket, rows: 12)
+def test_batches_are_cut_between_prefixes_where_that_is_near() -> None:
+    prefixes = [Prefixes((32,), (row // 5,)) for row in range(20)]
+    batches = cut_by_prefix([40] * 20, prefixes, (16, 64), lambda bucket, rows: 12)
     assert [len(batch.rows) for batch in batches] == [10, 10]
-    batches = cut_sharing_prefixes([40] * 15, heads[:15], (16, 64), lambda bucket, rows: 10)
+    batches = cut_by_prefix([40] * 15, prefixes[:15], (16, 64), lambda bucket, rows: 10)
     assert [len(batch.rows) for batch in batches] == [10, 5]
 
 
 def test_where_nothing_is_shared_nothing_changes() -> None:
     prompts = grouped_prompts([(0, [30] * 9)], 1)
-    assert cut_window(prompts, PRICES, 63, (32, 64), lambda bucket, head_columns=0: 4, copies=False) is None
+    assert (
+        cut_with_shared_prefixes(prompts, COSTS, 63, (32, 64), lambda bucket, prefix_columns=0: 4, copies=False) is None
+    )
 
 
 def test_what_does_not_pay_is_not_shared() -> None:
     """One pair of many rows, and batches that would be more."""
     prompts = [*grouped_prompts([(20, [9, 9])], 1), *grouped_prompts([(0, [30] * 30)], 2)]
-    assert cut_window(prompts, PRICES, 63, (16, 64), lambda bucket, head_columns=0: 32, copies=False) is None
+    assert (
+        cut_with_shared_prefixes(prompts, COSTS, 63, (16, 64), lambda bucket, prefix_columns=0: 32, copies=False)
+        is None
+    )
 
 
 @pytest.mark.parametrize("config", [opt(), llama()], ids=["opt", "llama"])
 def test_prices_are_of_the_model(config: object) -> None:
     full = FullDepth(config.num_hidden_layers)  # type: ignore[attr-defined]
-    prices = PromptPrices.of(config, full, NOMINAL["cpu"], itemsize=2, weight_itemsize=2)  # type: ignore[arg-type]
-    assert 0 < prices.token_s < prices.pass_s
-    assert prices.column_s == 2 * 6 * config.kv_dim * 2 / NOMINAL["cpu"].bytes_per_s  # type: ignore[attr-defined]
+    costs = PrefillCosts.of(config, full, NOMINAL_CEILINGS["cpu"], itemsize=2, weight_itemsize=2)  # type: ignore[arg-type]
+    assert 0 < costs.token_s < costs.pass_s
+    assert costs.column_s == 2 * 6 * config.kv_dim * 2 / NOMINAL_CEILINGS["cpu"].bytes_per_s  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +165,7 @@ def test_a_batch_of_a_window_shares_by_itself_too(source: Path) -> None:
         own = [requests[row] for row in batch.rows]
         (again,) = generator.cut(own)
         assert sorted(again.rows) == list(range(len(own)))
-        assert sorted(again.marks) == sorted(batch.marks)
+        assert sorted(again.prefix_lengths) == sorted(batch.prefix_lengths)
 
 
 def test_deterministic_windows_do_not_share_prefixes(source: Path) -> None:
@@ -200,7 +205,7 @@ def test_more_rows_fit_where_heads_lie_once(source: Path, monkeypatch: pytest.Mo
         pytest.skip("no kernels that read a shared copy")
     prompts = grouped_prompts([(90, [9] * 64)], 1)
     requests = [Request(str(at), prompt, Sampling(max_new_tokens=8)) for at, prompt in enumerate(prompts)]
-    monkeypatch.setattr(actors.batching.memory_budget, "free_bytes", lambda device: 4 << 20)
+    monkeypatch.setattr(actors.memory, "free_bytes", lambda device: 4 << 20)
     alone = Generator(config(source, length_buckets=(16, 64, 128)))
     sizes = [max(len(batch.rows) for batch in one.cut(requests)) for one in (alone, generator)]
     assert sizes[1] > 3 * sizes[0]
@@ -212,13 +217,13 @@ def test_requests_that_wait_together_share_prefixes(
     source: Path, scheduler: Literal["cohort", "continuous"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared: list[PrefixSharing | None] = []
-    inner = Generator.sharing_of
+    inner = Generator.shared_prefixes
 
     def noted(generator: Generator, requests: list[Request], schedule: Schedule) -> PrefixSharing | None:
         shared.append(inner(generator, requests, schedule))
         return shared[-1]
 
-    monkeypatch.setattr(Generator, "sharing_of", noted)
+    monkeypatch.setattr(Generator, "shared_prefixes", noted)
     made: list[dict[str, list[int]]] = []
     for shares in (False, True):
         shared.clear()

@@ -13,11 +13,8 @@ import pytest
 import torch
 
 from actors import generator
-from actors import gpu_memory as devices
-from actors import model_loading as loading
-from actors.batching.memory_budget import Room
 from actors.generator import Generator, GeneratorConfig
-from actors.gpu_memory import DeviceMemory, is_lost, refuse_too_large
+from actors.memory import DeviceMemory, MemoryBudget, check_weights_fit, is_device_lost
 from actors.serving import cohort_scheduler
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
@@ -48,8 +45,8 @@ def some(count: int, num_new: int = 12, **keys: float) -> list[Request]:
 @pytest.fixture
 def _on_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Generators decode by graphs, in a memory of 4 MB."""
-    monkeypatch.setattr(loading, "graphs_serve", lambda _model: True)
-    monkeypatch.setattr(Room, "on_gpus", 1 << 22)
+    monkeypatch.setattr(generator, "graphs_serve", lambda _model: True)
+    monkeypatch.setattr(MemoryBudget, "gpu_cache_bytes", 1 << 22)
     with cpu_as_cuda():
         yield
 
@@ -79,18 +76,18 @@ def test_a_model_too_large_for_its_gpus_says_how_many_would_do(
     monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(80 * GB, 79 * GB, 0))
     gpus = [torch.device("cuda", number) for number in range(count)]
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        refuse_too_large(released(name), name, gpus, itemsize, share)
+        check_weights_fit(released(name), name, gpus, itemsize, share)
 
 
 def test_a_model_that_no_number_of_gpus_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(8 * GB, 8 * GB, 0))
     with pytest.raises(ValueError, match=r"not even actors\.num_gpus=8 would do"):
-        refuse_too_large(released("opt-66b"), "it", [torch.device("cuda")], 2, 0.85)
+        check_weights_fit(released("opt-66b"), "it", [torch.device("cuda")], 2, 0.85)
 
 
 def test_it_is_said_before_anything_is_loaded(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(1 << 16, 1 << 16, 0))
-    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("loads"))
+    monkeypatch.setattr(generator, "load_model", lambda *_, **__: pytest.fail("loads"))
     with pytest.raises(ValueError, match=r"actors\.num_gpus"):
         build(tiny_checkpoint, device="cuda")
 
@@ -116,11 +113,11 @@ def test_what_others_hold_is_not_taken() -> None:
 def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes more or less from run to run must not make other shapes; full depth has to fit, too."""
     made = build(tiny_checkpoint, batch_size=None, baseline_fraction=0.5)
-    monkeypatch.setattr(made, "room", replace(made.room, devices=[torch.device("cuda")]))
+    monkeypatch.setattr(made, "memory", replace(made.memory, devices=[torch.device("cuda")]))
     per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=47, num_new=12, itemsize=4)
     sizes = set()
     for rows in (1, 2, 5, 47, 50, 63, 9000):
-        monkeypatch.setattr(Room, "on_gpus", per_row * rows)
+        monkeypatch.setattr(MemoryBudget, "gpu_cache_bytes", per_row * rows)
         size = made.batch_size(32, 12)
         assert size <= rows
         sizes.add(size)
@@ -133,14 +130,14 @@ def test_the_device_with_the_least_room_decides(tiny_checkpoint: Path, monkeypat
     """Layers are dealt evenly; parts of a batch have the rows of a device alone."""
     made = build(tiny_checkpoint, batch_size=None)
     devices = [torch.device("cuda", number) for number in range(3)]
-    monkeypatch.setattr(made, "room", replace(made.room, devices=devices))
-    room = dict(zip(devices, (50_000_000, 20_000_000, 30_000_000), strict=True))
-    monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(2 * room[device], 2 * room[device], 0))
-    assert made.room.on_gpus == 3 * int(2 * 20_000_000 * made.config.memory_share)
-    monkeypatch.setattr(Room, "on_gpus", 3 * 10_000_000)
+    monkeypatch.setattr(made, "memory", replace(made.memory, devices=devices))
+    memory = dict(zip(devices, (50_000_000, 20_000_000, 30_000_000), strict=True))
+    monkeypatch.setattr(DeviceMemory, "of", lambda device: DeviceMemory(2 * memory[device], 2 * memory[device], 0))
+    assert made.memory.gpu_cache_bytes == 3 * int(2 * 20_000_000 * made.config.memory_share)
+    monkeypatch.setattr(MemoryBudget, "gpu_cache_bytes", 3 * 10_000_000)
     one = rung_within(10_000_000 // 2 // int(1e5))
-    monkeypatch.setattr("actors.batching.memory_budget.cache_bytes_per_row", lambda *_, **__: 1e5)
-    monkeypatch.setattr("actors.batching.memory_budget.row_rounding", lambda *_: 0)
+    monkeypatch.setattr("actors.memory.cache_bytes_per_row", lambda *_, **__: 1e5)
+    monkeypatch.setattr("actors.memory.row_rounding", lambda *_: 0)
     assert made.batch_size(32, 12) == 3 * one > 3
 
 
@@ -153,15 +150,15 @@ def test_predicted_rows_are_those_of_a_worker(name: str, monkeypatch: pytest.Mon
     own = 2 * num_weights(config) // count
     memory = DeviceMemory(gpu.memory_bytes, gpu.memory_bytes - own, own)
     monkeypatch.setattr(DeviceMemory, "of", lambda _device: memory)
-    room = Room(config, 2, [torch.device("cuda", number) for number in range(count)], MEMORY_SHARE)
+    budget = MemoryBudget(config, 2, [torch.device("cuda", number) for number in range(count)], MEMORY_SHARE)
     if count == 1:
-        graphs = SimpleNamespace(nbytes=room.on_gpus, rungs=ladder(256))
-        room = replace(room, graphs=graphs)  # type: ignore[arg-type]
+        graphs = SimpleNamespace(nbytes=budget.gpu_cache_bytes, rungs=ladder(256))
+        budget = replace(budget, graphs=graphs)  # type: ignore[arg-type]
     fast = make_schedule(
         {"method": "skipdecode", "speedup": 2}, num_layers=config.num_hidden_layers, max_new_tokens=work.new_tokens
     )
     for schedule in (FullDepth(config.num_hidden_layers), fast):
-        rows = room.rows({schedule: 1.0}, prompt_columns=work.prompt_tokens, num_new=work.new_tokens)
+        rows = budget.rows({schedule: 1.0}, prompt_columns=work.prompt_tokens, num_new=work.new_tokens)
         assert predict(config, schedule, gpu, work, count).rows == rows
 
 
@@ -178,10 +175,10 @@ def test_a_fixed_number_of_rows_has_a_graph(tiny_checkpoint: Path) -> None:
 @pytest.mark.usefixtures("_on_graphs")
 def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path) -> None:
     """To the last byte, columns rounded up: else every batch would be tried in vain, and halved."""
-    for room in (150_000, 333_333):
+    for nbytes in (150_000, 333_333):
         made = build(tiny_checkpoint, batch_size=None, length_buckets=(29,), baseline_fraction=1.0)
-        made.graphs = CudaGraphs(made.model, room)
-        made.room = replace(made.room, devices=[torch.device("cuda")], graphs=made.graphs)
+        made.graphs = CudaGraphs(made.model, nbytes)
+        made.memory = replace(made.memory, devices=[torch.device("cuda")], graphs=made.graphs)
         size = made.batch_size(29, 12)
         for schedule in (made.schedule(12), made.full):
             assert has_room(made.graphs, schedule, size, 29, 12)
@@ -199,8 +196,8 @@ def test_an_error_after_which_the_device_counts_is_the_batches_own(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One operation that cannot be captured or launched must not kill workers until its rows are parked."""
-    assert not is_lost(CudaError("operation not permitted when stream is capturing"), [torch.device("cpu")])
-    assert not is_lost(ValueError("whatever"), [torch.device("cpu")])
+    assert not is_device_lost(CudaError("operation not permitted when stream is capturing"), [torch.device("cpu")])
+    assert not is_device_lost(ValueError("whatever"), [torch.device("cpu")])
     made, calls = build(tiny_checkpoint), []
 
     def failing(*args: object, **keys: object) -> object:
@@ -222,15 +219,15 @@ def test_a_device_that_counts_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "ones", lost)
     for error in (CudaError("an illegal memory access"), RuntimeError("Triton Error [CUDA]: an illegal memory access")):
-        assert is_lost(error, [torch.device("cpu")])
-    assert not is_lost(torch.OutOfMemoryError("CUDA out of memory"), [torch.device("cpu")])
-    monkeypatch.setattr(devices, "_counts", lambda device: device.type == "cpu")
-    assert is_lost(CudaError("whatever"), [torch.device("cpu"), torch.device("cuda", 1)])
+        assert is_device_lost(error, [torch.device("cpu")])
+    assert not is_device_lost(torch.OutOfMemoryError("CUDA out of memory"), [torch.device("cpu")])
+    monkeypatch.setattr("actors.memory._works", lambda device: device.type == "cpu")
+    assert is_device_lost(CudaError("whatever"), [torch.device("cpu"), torch.device("cuda", 1)])
 
 
 def test_a_lost_device_in_a_measurement_ends_the_worker(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(tiny_checkpoint, baseline_fraction=1.0)
-    monkeypatch.setattr(generator, "is_lost", lambda error, _device: isinstance(error, CudaError))
+    monkeypatch.setattr(generator, "is_device_lost", lambda error, _device: isinstance(error, CudaError))
 
     def failing(model: object, requests: object, schedule: object, **keys: object) -> object:
         if schedule == made.full:
@@ -286,14 +283,14 @@ def test_deterministic_runs_on_graphs_offline_and_online(tiny_checkpoint: Path) 
 
 
 @pytest.mark.usefixtures("_on_graphs")
-@pytest.mark.parametrize(("room", "batch_size", "beside"), [(300_000, 1, 0), (500_000, 5, 0), (20_000, 1, 6)])
+@pytest.mark.parametrize(("memory", "batch_size", "beside"), [(300_000, 1, 0), (500_000, 5, 0), (20_000, 1, 6)])
 def test_cohorts_wait_for_the_memory_of_graphs(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, room: int, batch_size: int, beside: int
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int, batch_size: int, beside: int
 ) -> None:
     """Five rows take what six do. Only what is too large for all of it decodes beside it, one cohort at a time."""
     made, seen = build(tiny_checkpoint), []
     wanted = made(some(6, 40)).answers
-    made.graphs = CudaGraphs(made.model, room, max_rows=8)  # room for a cohort or two, or for none
+    made.graphs = CudaGraphs(made.model, memory, max_rows=8)  # room for a cohort or two, or for none
     monkeypatch.setattr(
         cohort_scheduler,
         "StaticBatch",
@@ -318,7 +315,7 @@ def test_a_batch_that_does_not_fit_is_split_and_graphs_stay(tiny_checkpoint: Pat
     captures = FakeCaptures()
     per_row = cache_bytes_per_row(made.model.config, FullDepth(6), prompt_columns=48, num_new=12, itemsize=4)
     made.graphs = CudaGraphs(made.model, 4 * per_row, max_rows=8, captures=captures)
-    made._capture()
+    made._capture_graphs()
     captured = captures.captures
     result = made(requests)
     assert result.answers == wanted
