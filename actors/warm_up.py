@@ -1,8 +1,7 @@
-"""What would make first calls slow, done when a model loads: thread pools start, kernels are chosen and compiled.
+"""Decodes small batches when a model loads, so that thread pools start and kernels are compiled before the first rows.
 
-Some back ends compile kernels for batch sizes, which `Backend.warm_up_batch_sizes` lists. Steps as CUDA graphs meet all
-of theirs when they are captured (`cuda_graphs`). The last column of prompts meets its own here. So do steps without
-graphs: of continuous batches, of layers on several devices or of rows that decide on their blocks.
+Some kernels are compiled for certain numbers of rows (`Backend.warm_up_batch_sizes`). Steps that are captured as CUDA
+graphs compile theirs at capture; those of prompts and of steps without graphs are compiled here.
 """
 
 from contextlib import suppress
@@ -22,7 +21,7 @@ ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 
 
 def warm_up(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None = None, *, max_rows: int = ROWS) -> None:
-    """Decodes small batches of rows that nobody wants. `max_rows`: of later batches."""
+    """Decodes small batches. `max_rows`: the most rows that later batches will have."""
     for _ in range(2):
         _decode(model, schedule, graphs, ROWS)
     _try_rows(model, schedule, graphs, max_rows)
@@ -32,7 +31,7 @@ def warm_up(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None = None
 
 
 def _try_rows(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None, max_rows: int) -> None:
-    """Numbers of rows that kernels are compiled for."""
+    """Decodes batches of all numbers of rows that kernels are compiled for."""
     parts = 1 if model.placement is None else model.placement.num_parts
     if not (sizes := backend_on(model.device).warm_up_batch_sizes(-(-max_rows // parts))):
         return
@@ -41,7 +40,7 @@ def _try_rows(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None, max
         for rows in sizes:
             _decode(model, schedule, None, rows * parts)
     if graphs is not None:
-        with suppress(PoolFull):  # nor will there ever be such a batch
+        with suppress(PoolFull):  # then there will never be such a batch
             for rows in sizes:
                 _decode(model, schedule, graphs, rows, num_new=1)
 

@@ -1,18 +1,20 @@
-"""The scheduler `cohort`: requests that wait together, with one schedule and one length bucket, form a cohort that
-shares positions; up to `max_cohorts` take turns step by step."""
+"""The scheduler `cohort`: requests that wait together form a static batch, a cohort, and cohorts take turns.
+
+The requests of a cohort have one schedule and one length bucket, and share positions. Up to `max_cohorts` run at once.
+"""
 
 import time
 from collections import deque
 from collections.abc import Sequence
 
 from actors.generator import Generator
-from actors.serving.scheduler import Admission, EngineConfig, Ticket
+from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
 from skipdecode.engine.prefill import has_room, rounded_columns
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
-LIFE_WEIGHT = 0.2  # of the newest cohort in the mean life of cohorts
+LIFETIME_WEIGHT = 0.2  # of the newest cohort in the moving average of lifetimes
 
 
 class CohortBatch:
@@ -32,11 +34,11 @@ class CohortBatch:
         self.cohort.step()
 
 
-class CohortScheduler(Admission):
+class CohortScheduler(Scheduler):
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         super().__init__(generator, config)
         self._running: deque[CohortBatch] = deque()
-        self._mean_life_s = 0.0
+        self._mean_lifetime_s = 0.0
         self._last_start = float("-inf")
 
     @property
@@ -47,10 +49,10 @@ class CohortScheduler(Admission):
         num_running, num_max = len(self._running), self.config.max_cohorts
         if not waiting or num_running >= num_max:
             return []
-        # The second half of the places is given out at even intervals: else a burst of small cohorts takes them all,
-        # and whoever comes next waits for a whole life of a cohort.
+        # The second half of the cohorts starts at even intervals. Otherwise a burst of small ones takes up all of them,
+        # and the next request waits for the whole lifetime of a cohort.
         since = time.monotonic() - self._last_start
-        if num_running >= num_max / 2 and since < self._mean_life_s / num_max:
+        if num_running >= num_max / 2 and since < self._mean_lifetime_s / num_max:
             return []
         used, first = sum(batch.cache_bytes for batch in self._running), waiting[0]
 
@@ -59,16 +61,16 @@ class CohortScheduler(Admission):
                 return used + num_rows * self.row_bytes(first, num_new) <= self.cache_budget
             return self._has_room(first, num_rows, prompt, num_new)
 
-        return self.together(waiting, [], fits, must_fit=num_running > 0)
+        return self.select(waiting, [], fits, must_fit=num_running > 0)
 
     def _shape(self, first: Ticket, prompt: int, num_new: int) -> tuple[int | None, int]:
-        """Rows of a cohort (None: as many as there are), and columns of its prompts, the longest of `prompt` tokens."""
+        """Rows of a cohort (None: as many as it has), and the padded length of prompts of up to `prompt` tokens."""
         if self.generator.config.deterministic:
             return self.generator.batch_size(first.bucket, num_new), first.bucket
         return None, min(first.bucket, rounded_columns(prompt))
 
     def _has_room(self, first: Ticket, num_rows: int, prompt: int, num_new: int) -> bool:
-        """Whether the memory of graphs has a gap for that cohort now, rows padded as they will be."""
+        """True if the memory of the graphs has a gap for that cohort now, with rows padded as they will be."""
         graphs, (rows, columns) = self.generator.graphs, self._shape(first, prompt, num_new)
         return graphs is not None and has_room(graphs, first.schedule, rows or num_rows, columns, num_new)
 
@@ -80,7 +82,7 @@ class CohortScheduler(Admission):
         requests = [ticket.request for ticket in tickets]
         prompt = max(len(request.prompt_tokens) for request in requests)
         rows, width = self._shape(first, prompt, num_new)
-        # a row too large for the memory of graphs, which nobody shares now, decodes beside it, kernel by kernel
+        # A row that is too large for the memory of the graphs decodes without graphs.
         graphs = generator.graphs if self._has_room(first, len(tickets), prompt, num_new) else None
         cohort = StaticBatch(
             generator.model,
@@ -101,7 +103,7 @@ class CohortScheduler(Admission):
         cohort.prefill()
 
     def _start_lossless(self, tickets: list[Ticket], schedule: Lossless) -> None:
-        """A cohort whose rows come on as their drafts are accepted."""
+        """Starts a cohort whose rows advance as their drafts are accepted."""
         length, decode = self.generator.draft_length(schedule), self.generator.tokenizer.decode
         batch = SpeculativeBatch(self.generator.model, schedule, decode_text=decode, length=length, is_closed=True)
         self._running.append(CohortBatch(batch, tickets))
@@ -128,5 +130,7 @@ class CohortScheduler(Admission):
     def clear_done(self) -> None:
         for batch in [batch for batch in self._running if batch.cohort.is_done]:
             self._running.remove(batch)
-            life = time.monotonic() - batch.started_at
-            self._mean_life_s += (LIFE_WEIGHT if self._mean_life_s else 1.0) * (life - self._mean_life_s)
+            lifetime_s = time.monotonic() - batch.started_at
+            self._mean_lifetime_s += (LIFETIME_WEIGHT if self._mean_lifetime_s else 1.0) * (
+                lifetime_s - self._mean_lifetime_s
+            )

@@ -1,26 +1,26 @@
 """The scheduler `continuous`: requests with one schedule share a batch that they join and leave at any step.
 
-Those whose batch has failed, and who may share one with so many only, have batches of their own beside it.
+Requests whose batch has failed get batches of their own, of a limited size.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
 from actors.generator import Generator
-from actors.serving.scheduler import Admission, EngineConfig, Ticket
+from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
 from skipdecode.engine.continuous_batch import ContinuousBatch, check_continuous
 from skipdecode.engine.request import Request
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 
-class PoolBatch:
-    """A continuous batch and its requests, in the order they came."""
+class RunningBatch:
+    """A continuous batch and its requests, in the order of their arrival."""
 
     def __init__(self, batch: ContinuousBatch, is_limited: bool) -> None:
         self.batch, self.is_limited = batch, is_limited
         self.all_tickets: list[Ticket] = []
-        """Ended ones too, until the next step."""
+        """Ended ones included, until the next step."""
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -42,8 +42,8 @@ class PoolBatch:
         self.batch.step()
 
 
-class ContinuousScheduler(Admission):
-    """One continuous batch per schedule; newcomers join at once while it has places and memory."""
+class ContinuousScheduler(Scheduler):
+    """One continuous batch per schedule, which newcomers join at once as long as it has rows and memory left."""
 
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         super().__init__(generator, config)
@@ -52,11 +52,11 @@ class ContinuousScheduler(Admission):
                 "sampling.deterministic: needs fixed batch shapes, which the continuous scheduler does not have; use "
                 "engine.scheduler: cohort"
             )
-        self._pools: deque[PoolBatch] = deque()
+        self._batches: deque[RunningBatch] = deque()
 
     @property
-    def running(self) -> Sequence[PoolBatch]:
-        return self._pools
+    def running(self) -> Sequence[RunningBatch]:
+        return self._batches
 
     def ticket(self, request: Request) -> Ticket:
         ticket = super().ticket(request)
@@ -66,59 +66,59 @@ class ContinuousScheduler(Admission):
     def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
         if not waiting:
             return []
-        pool = self._pool_for(waiting[0])
-        if pool is None and len(self._pools) >= self.config.max_cohorts:
+        running = self._batch_for(waiting[0])
+        if running is None and len(self._batches) >= self.config.max_cohorts:
             return []
-        pool = pool or self._new_pool(waiting[0])
-        batch, others = pool.batch, sum(other.cache_bytes for other in self._pools if other is not pool)
+        running = running or self._new_batch(waiting[0])
+        batch, others = running.batch, sum(other.cache_bytes for other in self._batches if other is not running)
 
         def fits(num_rows: int, prompt: int, num_new: int) -> bool:
             return others + batch.bytes_with(num_rows, prompt, num_new) <= self.cache_budget
 
-        return self.together(waiting, pool.tickets, fits, must_fit=len(self._pools) > 0)
+        return self.select(waiting, running.tickets, fits, must_fit=len(self._batches) > 0)
 
     def start(self, tickets: list[Ticket]) -> None:
-        """Prompts that fail leave the batch they were to join as it was."""
-        pool = self._pool_for(tickets[0])
-        if pool is not None:
-            return pool.join(tickets, self.generator)
-        pool = self._new_pool(tickets[0])
-        pool.join(tickets, self.generator)
-        self._pools.append(pool)
+        """If their prompts fail, the batch that they were to join is as before."""
+        running = self._batch_for(tickets[0])
+        if running is not None:
+            return running.join(tickets, self.generator)
+        running = self._new_batch(tickets[0])
+        running.join(tickets, self.generator)
+        self._batches.append(running)
 
-    def next(self) -> PoolBatch | None:
+    def next(self) -> RunningBatch | None:
         self.clear_done()
-        if not self._pools:
+        if not self._batches:
             return None
-        self._pools.rotate(-1)
-        return self._pools[-1]
+        self._batches.rotate(-1)
+        return self._batches[-1]
 
     def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        for pool in self._pools:
-            if tickets[0] in pool.all_tickets:
-                self._pools.remove(pool)
-                return pool.all_tickets
+        for running in self._batches:
+            if tickets[0] in running.all_tickets:
+                self._batches.remove(running)
+                return running.all_tickets
         return list(tickets)
 
     def clear_done(self) -> None:
-        for pool in [pool for pool in self._pools if not pool.tickets]:
-            self._pools.remove(pool)
+        for running in [running for running in self._batches if not running.tickets]:
+            self._batches.remove(running)
 
-    def _new_pool(self, ticket: Ticket) -> PoolBatch:
+    def _new_batch(self, ticket: Ticket) -> RunningBatch:
         model, decode, schedule = self.generator.model, self.generator.tokenizer.decode, ticket.schedule
         if isinstance(schedule, Lossless):
             length = self.generator.draft_length(schedule)
             batch: ContinuousBatch = SpeculativeBatch(model, schedule, decode_text=decode, length=length)
         else:
             batch = ContinuousBatch(model, schedule, decode_text=decode)
-        return PoolBatch(batch, ticket.max_batch_rows is not None)
+        return RunningBatch(batch, ticket.max_batch_rows is not None)
 
-    def _pool_for(self, ticket: Ticket) -> PoolBatch | None:
-        """The batch that it joins now or, where its rows are not limited, when it has room."""
-        for pool in self._pools:
-            if pool.batch.schedule != ticket.schedule or pool.is_limited != (ticket.max_batch_rows is not None):
+    def _batch_for(self, ticket: Ticket) -> RunningBatch | None:
+        """The running batch that this request joins, now or, if batches are not limited, when there is memory."""
+        for running in self._batches:
+            if running.batch.schedule != ticket.schedule or running.is_limited != (ticket.max_batch_rows is not None):
                 continue
-            limits = [t.max_batch_rows for t in (*pool.tickets, ticket) if t.max_batch_rows is not None]
-            if not limits or len(pool.tickets) < min(limits):
-                return pool
+            limits = [t.max_batch_rows for t in (*running.tickets, ticket) if t.max_batch_rows is not None]
+            if not limits or len(running.tickets) < min(limits):
+                return running
         return None

@@ -1,8 +1,8 @@
-"""The engine of a server: requests come at any time, each turn decodes one step of one batch, tokens go out at once.
+"""The engine of a server: requests arrive at any time, each step decodes one token of one batch, tokens go out at once.
 
-Owned by one thread (`engine_thread`); no Ray, no HTTP, no text. Which rows decode together is the scheduler's choice
-(`batches`). A batch that cannot be decoded is tried again in halves until the request at fault is alone, so that no
-request can hurt another; what a row has given out already is not given out twice.
+One thread owns it (`engine_thread`); it knows nothing of Ray, HTTP or text. Which rows decode together is the
+scheduler's choice. A batch that cannot be decoded is tried again in halves until the request at fault is alone, so that
+no request can hurt another, and no token is given out twice.
 """
 
 from collections import deque
@@ -20,26 +20,26 @@ from skipdecode.engine.request import Request, TokenLogprobs, refuse_too_long
 
 @dataclass(frozen=True)
 class Progress:
-    """What one turn made for one request."""
+    """What one step produced for one request."""
 
     ticket: Ticket
     tokens: list[int]
     layers: list[int]
-    """Layers that each of `tokens` ran; all of them for the first one, which comes from the prompt."""
+    """Number of layers that each of `tokens` ran; all layers for the first one, which comes from the prompt."""
     logprobs: list[TokenLogprobs]
     finish_reason: str | None = None
     """`stop` or `length`, with the last tokens."""
     error: str | None = None
-    """Why there will be no more of it."""
+    """Why there will be no more tokens."""
     is_dead: bool = False
-    """The error is the engine's end, not the request's own."""
+    """The error ended the engine, not only this request."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """Of the prompt's tokens but the first, with the first new tokens, where the request asks for them."""
+    """Scores of the prompt's tokens except the first, if asked for; they come with the first new tokens."""
 
 
 @dataclass
 class EngineCounts:
-    """Since the start; for metrics."""
+    """Counts since the start, for metrics."""
 
     finished: int = 0
     failed: int = 0
@@ -47,14 +47,14 @@ class EngineCounts:
     input_tokens: int = 0
     output_tokens: int = 0
     layers_run: int = 0
-    """Summed over decode steps of rows that were wanted."""
+    """Summed over the decode steps of rows that were not cancelled."""
     steps: int = 0
     row_steps: int = 0
 
 
 @dataclass
 class Engine:
-    """`add` and `cancel` at any time between turns; `turn` while not `is_idle`."""
+    """Call `add` and `cancel` at any time between steps, and `step` while it is not idle."""
 
     generator: Generator
     config: EngineConfig
@@ -63,7 +63,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.waiting: deque[Ticket] = deque()
         self.open: dict[Ticket, None] = {}
-        """Those that are wanted and were not told their end, in the order they came."""
+        """Requests that were neither cancelled nor told their end, in the order of their arrival."""
         kind = ContinuousScheduler if self.config.scheduler == "continuous" else CohortScheduler
         self._scheduler: Scheduler = kind(self.generator, self.config)
 
@@ -80,23 +80,23 @@ class Engine:
         return sum(batch.cache_bytes for batch in self._scheduler.running)
 
     def add(self, request: Request) -> Ticket:
-        """Queues a request; ValueError when it can never run."""
+        """Queues a request; raises ValueError if it can never run."""
         ticket = self.ticket(request)
         self.enqueue(ticket)
         return ticket
 
     def ticket(self, request: Request) -> Ticket:
-        """A request as the engine knows it; ValueError when it can never run. Safe from any thread."""
+        """The ticket of a request; raises ValueError if it can never run. Safe to call from any thread."""
         refuse_too_long([request], self.generator.model.config.max_position_embeddings)
         return self._scheduler.ticket(request)
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Queues what `ticket` made."""
+        """Queues what `ticket` returned."""
         self.open[ticket] = None
         self.waiting.append(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more: it leaves the queue now, or its batch at the next step."""
+        """Drops a request: it leaves the queue now, or its batch at the next step."""
         if ticket not in self.open:
             return
         del self.open[ticket]
@@ -106,20 +106,20 @@ class Engine:
         else:
             ticket.row.cancel()
 
-    def turn(self) -> list[Progress]:
-        """Takes in at most one group of newcomers, then lets the next batch do a step.
+    def step(self) -> list[Progress]:
+        """Starts at most one group of waiting requests, then lets the next batch do a step.
 
-        What it raises is the end of the engine: all that are `open` wait in vain.
+        If it raises, the engine has ended, and no request that is `open` will be answered.
         """
         made: list[Progress] = []
         try:
-            self._turn(made)
+            self._step(made)
         except BaseException:
-            self.open |= dict.fromkeys((progress.ticket for progress in made), None)  # of which nobody will hear
+            self.open |= dict.fromkeys((progress.ticket for progress in made), None)  # what they made is lost
             raise
         return made
 
-    def _turn(self, made: list[Progress]) -> None:
+    def _step(self, made: list[Progress]) -> None:
         newcomers = self._scheduler.choose(self.waiting)
         if newcomers:
             for ticket in newcomers:
@@ -135,37 +135,37 @@ class Engine:
         self._scheduler.clear_done()
 
     def _start(self, newcomers: list[Ticket]) -> None:
-        for ticket in newcomers:  # before they join others, who must not suffer if it fails
+        for ticket in newcomers:  # before they join a batch, which must not suffer if this fails
             if ticket.request.score_prompt and ticket.prompt_logprobs is None:
                 top = ticket.request.top_logprobs or 0
                 ticket.prompt_logprobs = score_prompt(self.generator.model, ticket.request.prompt_tokens, top)
         self._scheduler.start(newcomers)
 
     def _guarded(self, tickets: Sequence[Ticket], work: Callable[[], None]) -> list[Progress]:
-        """Does the work for these tickets and says what it made; what they cannot do together they do in halves."""
+        """Does the work for these tickets. If it fails, they are queued again to be decoded in halves."""
         try:
             work()
-        except Exception as error:  # whatever a batch dies of must not take its neighbours along
+        except Exception as error:  # whatever the cause, it must not take the neighbours along
             if is_device_lost(error, self.generator.devices):
                 raise  # every later batch would fail too; a new process may not
             reason = f"{type(error).__name__}: {error}"[:2000]
         else:
             return self._progress(tickets)
-        # outside `except`: the traceback holds the dead batch's cache
-        together = [ticket for ticket in self._scheduler.drop(tickets) if ticket in self.open]
-        made = self._progress([ticket for ticket in together if ticket.has_ended])  # they lack nothing
-        left = [ticket for ticket in together if not ticket.has_ended]
-        if len(together) == 1 and left:
+        # Outside `except`: the traceback holds the failed batch's cache.
+        select = [ticket for ticket in self._scheduler.drop(tickets) if ticket in self.open]
+        made = self._progress([ticket for ticket in select if ticket.has_ended])  # these are complete
+        left = [ticket for ticket in select if not ticket.has_ended]
+        if len(select) == 1 and left:
             self.counts.failed += 1
             del self.open[left[0]]
             return [Progress(left[0], [], [], [], error=reason)]
         for ticket in reversed(left):
-            ticket.row, ticket.max_batch_rows = None, max(1, len(together) // 2)
+            ticket.row, ticket.max_batch_rows = None, max(1, len(select) // 2)
             self.waiting.appendleft(ticket)
         return made
 
     def _progress(self, tickets: Sequence[Ticket]) -> list[Progress]:
-        """What is new of these. One that was started anew may end before it has anything new."""
+        """What is new for these tickets. A row that was started again may end before it has anything new."""
         made = []
         for ticket in tickets:
             row = ticket.row
@@ -186,7 +186,7 @@ class Engine:
         return made
 
     def _layers(self, ticket: Ticket, n: int) -> int:
-        """Layers that token y_n ran."""
+        """Number of layers that token y_n ran."""
         schedule, row = ticket.schedule, ticket.row
         if n and row is not None and row.layers:
             return row.layers[n - 1]

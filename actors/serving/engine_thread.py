@@ -1,7 +1,7 @@
-"""The engine in a thread of its own: requests from any thread in, progress out, a bounded queue, and its health.
+"""The engine in a thread of its own: takes requests from any thread, delivers progress, bounds the queue.
 
-The thread ends when the engine cannot go on (its device is lost, a step takes for ever); whoever waits is told, and
-`check` says so from then on. No Ray, no HTTP.
+The thread ends when the engine cannot go on (its device is lost, or a step does not return). All waiting requests are
+told, and `check` raises from then on. No Ray, no HTTP.
 """
 
 import math
@@ -14,12 +14,12 @@ from actors.serving.engine import Engine, Progress
 from actors.serving.scheduler import Ticket
 from skipdecode.engine.request import Request
 
-RATE_WINDOW_S = 10  # over which the rate of answers is taken, for Retry-After
+RATE_WINDOW_S = 10  # over which the rate of answers is measured, for Retry-After
 MAX_RETRY_AFTER_S = 60
 
 
 class Overloaded(RuntimeError):
-    """The queue is full; `retry_after_s` is when it may have room again."""
+    """The queue is full; it may have room again after `retry_after_s`."""
 
     def __init__(self, num_waiting: int, retry_after_s: int) -> None:
         super().__init__(f"{num_waiting} requests are waiting already; try again in {retry_after_s} s")
@@ -27,13 +27,14 @@ class Overloaded(RuntimeError):
 
 
 class EngineDead(RuntimeError):
-    """The engine cannot decode any more."""
+    """The engine can no longer decode."""
 
 
 class EngineThread:
-    """`deliver` is called after each turn that made something, in the engine's thread; it must not wait.
+    """`deliver` is called in the engine's thread after each step that produced something; it must not block.
 
-    At its end it is called in the thread that finds out; of a turn that took too long, what it made may come after.
+    The end of the engine is delivered in whichever thread finds out. What a step that took too long produced may come
+    after that.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class EngineThread:
         self._max_waiting, self._stall_s = max_waiting, stall_s
         self._inbox: deque[tuple[Callable[[Ticket], None], Ticket]] = deque()
         self._wake = threading.Condition()
-        self._num_waiting = 0  # in the inbox or in the engine's queue, as of the last turn
+        self._num_waiting = 0  # in the inbox or in the engine's queue, as of the last step
         self.num_running = 0
-        """Requests in a batch, as of the last turn."""
+        """Requests in a batch, as of the last step."""
         self.cache_bytes = 0
         self._ended: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_S)  # (second, answers that ended in it)
         self._error: str | None = None
         self._is_stopping = False
-        self._turn_began: float | None = None
+        self._step_started: float | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine")
         self._thread.start()
 
@@ -60,9 +61,9 @@ class EngineThread:
         return self._num_waiting
 
     def submit(self, requests: Sequence[Request], on_ticket: Callable[[list[Ticket]], None]) -> list[Ticket]:
-        """Queues them all or none: `Overloaded`, `EngineDead`, or ValueError when they can never run.
+        """Queues all of them or none. Raises `Overloaded`, `EngineDead`, or ValueError if one can never run.
 
-        `on_ticket` hears of the tickets before the engine does.
+        `on_ticket` is called with the tickets before the engine sees them.
         """
         if len(requests) > self._max_waiting:
             raise ValueError(
@@ -81,14 +82,14 @@ class EngineThread:
         return tickets
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody waits for these any more."""
+        """Drops requests."""
         with self._wake:
             self._inbox.extend((self.engine.cancel, ticket) for ticket in tickets)
             self._wake.notify()
 
     def check(self) -> None:
-        """`EngineDead` when there will be no more answers: the thread has ended, or one turn takes for ever."""
-        began = self._turn_began
+        """Raises `EngineDead` if there will be no more answers: the thread has ended, or a step does not return."""
+        began = self._step_started
         if began is not None and time.monotonic() - began > self._stall_s:
             self._end(f"a step has been running for more than {self._stall_s:g} s")
         if not self._thread.is_alive():
@@ -97,7 +98,7 @@ class EngineThread:
             raise EngineDead(self._error)
 
     def retry_after_s(self, num_places: int = 1) -> int:
-        """When so many more may have left the queue, by the rate of the last answers; at least 1."""
+        """Seconds until so many more may have left the queue, by the recent rate of answers; at least 1."""
         with self._wake:
             since = time.monotonic() - RATE_WINDOW_S
             recent = sum(count for second, count in self._ended if second > since)
@@ -105,7 +106,7 @@ class EngineThread:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(wait_s)))
 
     def stop(self) -> None:
-        """Ends the thread after its turn; what still waits is told."""
+        """Ends the thread after its current step, and tells the requests that still wait."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -115,18 +116,18 @@ class EngineThread:
         reason = "the engine was stopped"
         try:
             while self._take_in():
-                self._turn_began = time.monotonic()
-                made = self.engine.turn()
-                self._turn_began = None
+                self._step_started = time.monotonic()
+                made = self.engine.step()
+                self._step_started = None
                 with self._wake:
                     self._num_waiting = len(self._inbox) + len(self.engine.waiting)
                     self._count(sum(progress.finish_reason is not None for progress in made))
                 self.num_running, self.cache_bytes = self.engine.num_running, self.engine.cache_bytes
                 if made:
                     self._deliver(made)
-        except BaseException as error:  # told to all who wait; the process is of no use any more
+        except BaseException as error:  # told to all that wait: the process is of no use any more
             reason = f"{type(error).__name__}: {error}"[:2000]
-        self._turn_began = None
+        self._step_started = None
         self._end(reason)
 
     def _count(self, num_ended: int) -> None:
@@ -137,7 +138,7 @@ class EngineThread:
             self._ended.append((second, num_ended))
 
     def _end(self, reason: str) -> None:
-        """No more answers: tells all who wait, once."""
+        """Tells all waiting requests, once, that there will be no more answers."""
         with self._wake:
             if self._error is not None:
                 return
@@ -147,7 +148,7 @@ class EngineThread:
         self._deliver([Progress(ticket, [], [], [], error=reason, is_dead=True) for ticket in left])
 
     def _take_in(self) -> bool:
-        """Takes requests and cancellations in, waiting for some where there is nothing to do; False: stop."""
+        """Hands requests and cancellations to the engine, and waits for some if it is idle. False: stop."""
         with self._wake:
             while self.engine.is_idle and not self._inbox and not self._is_stopping:
                 self._wake.wait()

@@ -1,9 +1,9 @@
-"""What the schedulers of the engine have in common: tickets, and who may start now.
+"""What the two schedulers of the engine have in common: the requests that they schedule, and who may start now.
 
-A scheduler says which requests decode together and whose turn it is: `cohort_scheduler` and `continuous_scheduler`.
-Nothing here looks at tokens.
+A scheduler says which requests decode together and which batch steps next. Nothing here looks at tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class EngineConfig:
     max_cohorts: int = 8
     """Cohorts, or continuous batches (one per schedule), that take turns."""
     max_prefill_tokens: int = 4096
-    """Prompt tokens, padding included, that newcomers may bring in one turn; one row always may."""
+    """Prompt tokens, padding included, that may be prefilled in one step; a single row always may."""
 
 
 @dataclass(eq=False)
@@ -37,13 +37,13 @@ class Ticket:
     schedule: Schedule
     bucket: int
     row: Row | None = None
-    """Once it runs."""
+    """Set once it runs."""
     num_sent: int = 0
     """Tokens that were given out."""
     max_batch_rows: int | None = None
-    """Rows, itself included, that it may share a batch with, after a batch with it could not be decoded."""
+    """Limits the rows of its batch, itself included, after a batch with it could not be decoded."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens but the first, once they are scored."""
+    """Scores of the prompt's tokens except the first, once they are there."""
 
     @property
     def has_ended(self) -> bool:
@@ -63,35 +63,9 @@ class Batch(Protocol):
     def step(self) -> None: ...
 
 
-class Scheduler(Protocol):
-    """Says which waiting requests start together, and which batch steps next."""
-
-    @property
-    def running(self) -> Sequence[Batch]: ...
-
-    def ticket(self, request: Request) -> Ticket: ...
-
-    def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
-        """Those of `waiting` that are to start in this turn, together; without taking them out."""
-
-    def start(self, tickets: list[Ticket]) -> None:
-        """Their prompts, and their first tokens."""
-
-    def next(self) -> Batch | None:
-        """The batch whose turn it is."""
-
-    def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """Forgets the batch of these tickets, of which work failed; gives back all that were in it, ended or not.
-
-        Of newcomers that failed before they were in one, themselves.
-        """
-
-    def clear_done(self) -> None:
-        """Forgets batches without running rows."""
-
-
-class Admission:
-    """What both schedulers ask before they take rows in: rows of a batch, prompt tokens of a turn, memory."""
+class Scheduler(ABC):
+    """Says which waiting requests start together, within limits of rows, prompt tokens and memory, and which batch
+    steps next."""
 
     def __init__(self, generator: Generator, config: EngineConfig) -> None:
         self.generator, self.config = generator, config
@@ -101,24 +75,51 @@ class Admission:
         schedule = self.generator.schedule(request.sampling.max_new_tokens)
         return Ticket(request, schedule, bucket_of(len(request.prompt_tokens), self.generator.config.length_buckets))
 
+    @property
+    @abstractmethod
+    def running(self) -> Sequence[Batch]: ...
+
+    @abstractmethod
+    def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
+        """Those of `waiting` that start together in this step; does not remove them."""
+
+    @abstractmethod
+    def start(self, tickets: list[Ticket]) -> None:
+        """Runs their prompts, and samples their first tokens."""
+
+    @abstractmethod
+    def next(self) -> Batch | None:
+        """The batch that steps next."""
+
+    @abstractmethod
+    def drop(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Forgets the batch of these tickets after an error; returns all tickets that were in it, ended or not.
+
+        Newcomers that failed before they were in a batch are returned themselves.
+        """
+
+    @abstractmethod
+    def clear_done(self) -> None:
+        """Forgets batches without running rows."""
+
     def row_bytes(self, ticket: Ticket, num_new: int) -> int:
-        """Cache of a row in line with `ticket` that may make `num_new` tokens."""
+        """Cache of a row like that of `ticket` with up to `num_new` new tokens."""
         itemsize = self.generator.dtype.itemsize
         return _row_bytes(self.generator.model.config, ticket.schedule, ticket.bucket, num_new, itemsize)
 
-    def together(
+    def select(
         self, waiting: deque[Ticket], joined: Sequence[Ticket], fits: Callable[[int, int, int], bool], must_fit: bool
     ) -> list[Ticket]:
-        """Those in line with the first one (schedule, bucket, and whether their batch is limited) that may start now.
+        """The tickets that may start now together with the first one, whose schedule and bucket they have.
 
-        `joined`: whose batch they join. `fits`: whether there is memory for so many of them, with the longest prompt
-        and the most new tokens among them. `must_fit`: the first one too; else it may start at any price.
+        `joined` are the tickets of the batch that they join. `fits(rows, longest_prompt, most_new_tokens)` says whether
+        there is memory for so many of them. Unless `must_fit`, the first one starts in any case.
         """
         chosen: list[Ticket] = []
         most, prompt, num_new = self.config.batch_size, 0, 0
         most = min([most, *(ticket.max_batch_rows for ticket in joined if ticket.max_batch_rows is not None)])
         for ticket in waiting:
-            if _line(ticket) != _line(waiting[0]):
+            if _group(ticket) != _group(waiting[0]):
                 continue
             rows, most = len(chosen) + 1, min(most, ticket.max_batch_rows or most)
             if len(joined) + rows > most or (chosen and rows * ticket.bucket > self.config.max_prefill_tokens):
@@ -131,7 +132,7 @@ class Admission:
         return chosen
 
 
-def _line(ticket: Ticket) -> tuple[int, bool, Schedule]:
+def _group(ticket: Ticket) -> tuple[int, bool, Schedule]:
     return ticket.bucket, ticket.max_batch_rows is not None, ticket.schedule
 
 

@@ -1,7 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing that may still turn out to be a stop string.
-
-What `push` and `finish` give, joined, is the text of all tokens at once, cut at the first stop string.
-"""
+"""The text of an answer while its tokens arrive: whole characters only, and nothing that may become a stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,17 +6,19 @@ from skipdecode.detokenizer import IncrementalDetokenizer, cut_at_stop
 
 
 class TextStream:
+    """What `push` and `finish` return, joined, is the text of all tokens, cut at the first stop string."""
+
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._text, self._stop = IncrementalDetokenizer(decode), stop
         self._held = ""  # may be the beginning of a stop string
         self._is_over = False
 
     def push(self, token: int) -> str:
-        """The text that is certain now, and was not before."""
+        """The text that this token made certain."""
         return self._release(self._held + self._text.push(token))
 
     def finish(self) -> str:
-        """The rest: no more tokens will come."""
+        """The rest of the text, after the last token."""
         return "" if self._is_over else cut_at_stop(self._held + self._text.rest, self._stop)
 
     def _release(self, text: str) -> str:
@@ -35,5 +34,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))

@@ -77,11 +77,11 @@ def test_a_cohort_holds_what_it_was_admitted_for(generator: Generator, rows: int
     engine = Engine(generator.with_decode(LOSSLESS[0]), EngineConfig("cohort", batch_size=4, max_cohorts=2))
     for i, prompt in enumerate(random_prompts([20] * rows, seed=6)):
         engine.add(Request(str(i), prompt, Sampling(12, ignore_eos=True)))
-    engine.turn()
+    engine.step()
     plain = Engine(generator.with_decode({"method": "full"}), EngineConfig("cohort", batch_size=4, max_cohorts=2))
     for i, prompt in enumerate(random_prompts([20] * rows, seed=6)):
         plain.add(Request(str(i), prompt, Sampling(12, ignore_eos=True)))
-    plain.turn()
+    plain.step()
     assert 0 < engine.cache_bytes <= 1.5 * plain.cache_bytes
 
 
@@ -132,16 +132,16 @@ def test_online(generator: Generator, scheduler: Any, decode: dict[str, Any]) ->
     engine = Engine(one, EngineConfig(scheduler, batch_size=4, max_cohorts=2))
     made: dict[str, list[int]] = {request.id: [] for request in requests}
     layers: dict[str, list[int]] = {request.id: [] for request in requests}
-    waiting, turn = list(requests), 0
+    waiting, step = list(requests), 0
     while waiting or not engine.is_idle:
-        for _ in range(1 + turn % 3 if waiting else 0):
+        for _ in range(1 + step % 3 if waiting else 0):
             engine.add(waiting.pop(0)) if waiting else None
-        for progress in engine.turn():
+        for progress in engine.step():
             assert progress.error is None
             made[progress.ticket.request.id] += progress.tokens
             layers[progress.ticket.request.id] += progress.layers
-        turn += 1
-        assert turn < 2000
+        step += 1
+        assert step < 2000
     assert_full(one, made, requests)
     assert {name: len(tokens) for name, tokens in made.items()} == {name: len(own) for name, own in layers.items()}
     assert engine.counts.layers_run == sum(sum(own[1:]) for own in layers.values())
@@ -152,11 +152,11 @@ def test_online(generator: Generator, scheduler: Any, decode: dict[str, Any]) ->
 def test_a_stream_is_cancelled_between_rounds(generator: Generator) -> None:
     engine = Engine(generator, EngineConfig("continuous", batch_size=4))
     tickets = [engine.add(request) for request in pool_of(3, num_new=40)]
-    engine.turn()
+    engine.step()
     engine.cancel(tickets[1])
     made: dict[str, list[int]] = {}
     while not engine.is_idle:
-        for progress in engine.turn():
+        for progress in engine.step():
             made.setdefault(progress.ticket.request.id, []).extend(progress.tokens)
     assert engine.counts.finished == 2
     assert engine.counts.cancelled == 1

@@ -255,7 +255,7 @@ def test_offline_batches_and_cohorts_of_an_endpoint_share_graphs(tiny_checkpoint
     engine = Engine(made, EngineConfig(batch_size=4))
     tickets = [engine.add(request) for request in requests]
     while not engine.is_idle:
-        engine.turn()
+        engine.step()
     assert [ticket.row.tokens for ticket in tickets if ticket.row] == [answer.tokens for answer in wanted]  # type: ignore[union-attr]
     assert made.graphs.num_late == 0
     assert made.graphs.pool.free_bytes == made.graphs.nbytes
@@ -274,9 +274,9 @@ def test_deterministic_runs_on_graphs_offline_and_online(tiny_checkpoint: Path) 
         tickets = {}
         for request in arriving:
             tickets[request.id] = engine.add(request)
-            engine.turn()
+            engine.step()
         while not engine.is_idle:
-            engine.turn()
+            engine.step()
         rows = [tickets[request.id].row for request in requests]
         assert [row.tokens for row in rows if row] == wanted
     assert made.graphs.num_late == 0
@@ -299,7 +299,7 @@ def test_cohorts_wait_for_the_memory_of_graphs(
     engine = Engine(made, EngineConfig(batch_size=batch_size))
     tickets, most = [engine.add(request) for request in some(6, 40)], 0
     while not engine.is_idle:
-        engine.turn()
+        engine.step()
         most = max(most, len(engine._scheduler.running))
     assert [ticket.row.tokens for ticket in tickets if ticket.row] == [answer.tokens for answer in wanted]  # type: ignore[union-attr]
     assert len(seen) > 1

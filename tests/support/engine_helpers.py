@@ -37,13 +37,13 @@ def collect(made: dict[str, list[int]], ends: dict[str, str], progress: Sequence
 def run(engine: Engine, arrivals: dict[int, list[Request]]) -> tuple[dict[str, list[int]], dict[str, str]]:
     made: dict[str, list[int]] = {}
     ends: dict[str, str] = {}
-    turn = 0
-    while turn <= max(arrivals) or not engine.is_idle:
-        for request in arrivals.get(turn, []):
+    step = 0
+    while step <= max(arrivals) or not engine.is_idle:
+        for request in arrivals.get(step, []):
             engine.add(request)
-        collect(made, ends, engine.turn())
-        turn += 1
-        assert turn < 5000
+        collect(made, ends, engine.step())
+        step += 1
+        assert step < 5000
     return made, ends
 
 

@@ -187,8 +187,8 @@ def stream(url: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def slow_down(endpoint: Endpoint, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = endpoint.engine.turn
-    monkeypatch.setattr(endpoint.engine, "turn", lambda: (time.sleep(seconds), step())[1])
+    step = endpoint.engine.step
+    monkeypatch.setattr(endpoint.engine, "step", lambda: (time.sleep(seconds), step())[1])
 
 
 def error_of(answer: httpx.Response) -> tuple[int, str]:

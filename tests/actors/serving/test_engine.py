@@ -15,12 +15,12 @@ from tests.support.naive import greedy, random_prompts
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @settings(max_examples=8)
-@given(turns=st.lists(st.integers(0, 30), min_size=14, max_size=14))
-def test_tokens_are_those_of_the_offline_generator(generator: Generator, scheduler: str, turns: list[int]) -> None:
+@given(steps=st.lists(st.integers(0, 30), min_size=14, max_size=14))
+def test_tokens_are_those_of_the_offline_generator(generator: Generator, scheduler: str, steps: list[int]) -> None:
     pool = pool_of(14)
     arrivals: dict[int, list[Request]] = {}
-    for request, turn in zip(pool, turns, strict=True):
-        arrivals.setdefault(turn, []).append(request)
+    for request, step in zip(pool, steps, strict=True):
+        arrivals.setdefault(step, []).append(request)
     engine = engine_of(generator, scheduler=scheduler)
     assert run(engine, arrivals) == offline(generator, pool)
     assert engine.counts.finished == 14
@@ -59,13 +59,13 @@ def test_a_newcomer_does_not_wait_for_a_long_answer(generator: Generator, schedu
     engine = engine_of(generator, scheduler=scheduler)
     engine.add(Request("long", [2, 9], greedy(100, ignore_eos=True)))
     for _ in range(5):
-        engine.turn()
+        engine.step()
     engine.add(Request("short", [2, 7], greedy(5, ignore_eos=True)))
     made: dict[str, list[int]] = {}
-    collect(made, {}, engine.turn())
+    collect(made, {}, engine.step())
     assert made["short"], "no first token in the turn it came"
     for _ in range(10):
-        collect(made, {}, engine.turn())
+        collect(made, {}, engine.step())
     assert len(made["short"]) == 5
     assert not engine.is_idle
 
@@ -76,12 +76,12 @@ def test_a_cancelled_row_leaves_and_its_neighbours_stay(generator: Generator, sc
     pool = [Request(str(i), p, greedy(30, ignore_eos=True)) for i, p in enumerate(random_prompts([5] * 4, seed=2))]
     tickets = [engine.add(request) for request in pool]
     made: dict[str, list[int]] = {}
-    for turn in range(40):
-        if turn == 6:
+    for step in range(40):
+        if step == 6:
             engine.cancel(tickets[1])
             engine.cancel(tickets[1])  # twice does no harm
-        collect(made, {}, engine.turn())
-        if turn == 6:
+        collect(made, {}, engine.step())
+        if step == 6:
             assert engine.num_running == 3
     assert engine.is_idle
     wanted, _ = offline(generator, pool)
@@ -95,7 +95,7 @@ def test_a_request_that_waits_can_be_cancelled(generator: Generator) -> None:
     ticket = engine.add(pool_of(1)[0])
     engine.cancel(ticket)
     assert engine.is_idle
-    assert engine.turn() == []
+    assert engine.step() == []
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -108,14 +108,14 @@ def test_caches_stay_within_the_budget(generator: Generator, scheduler: str, mon
         engine.add(request)
     made: dict[str, list[int]] = {}
     ends: dict[str, str] = {}
-    collect(made, ends, engine.turn())
+    collect(made, ends, engine.step())
     assert engine.num_running == 16
     budget = int(1.1 * engine.cache_bytes)
     monkeypatch.setattr(engine._scheduler, "cache_budget", budget)
     for request in pool[16:]:
         engine.add(request)
     while not engine.is_idle:
-        collect(made, ends, engine.turn())
+        collect(made, ends, engine.step())
         assert engine.cache_bytes <= budget
     assert (made, ends) == offline(generator, pool)
 
@@ -125,10 +125,10 @@ def test_ended_rows_of_a_cohort_hold_no_cache(generator: Generator) -> None:
     engine = engine_of(generator)
     for i, prompt in enumerate(random_prompts([6] * 4, seed=2)):
         engine.add(Request(str(i), prompt, greedy(12 if i == 0 else 3, ignore_eos=True)))
-    engine.turn()
+    engine.step()
     whole = engine.cache_bytes
     while engine.num_running > 1:
-        engine.turn()
+        engine.step()
     assert 0 < engine.cache_bytes <= whole / 4  # nor do layers that no later step runs
 
 
@@ -141,6 +141,6 @@ def test_places_for_cohorts_are_not_all_taken_at_once(generator: Generator) -> N
     scheduler._mean_life_s = 1e6
     for request in pool_of(8, 60):
         engine.add(request)
-        engine.turn()
+        engine.step()
     assert len(scheduler.running) == 2
     assert len(engine.waiting) == 6

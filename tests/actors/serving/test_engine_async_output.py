@@ -64,13 +64,13 @@ def hear(heard: Heard, progress: Sequence[Progress]) -> None:
 
 def run(engine: Engine, arrivals: dict[int, list[Request]]) -> Heard:
     heard: Heard = {}
-    turn = 0
-    while turn <= max(arrivals) or not engine.is_idle:
-        for request in arrivals.get(turn, []):
+    step = 0
+    while step <= max(arrivals) or not engine.is_idle:
+        for request in arrivals.get(step, []):
             engine.add(request)
-        hear(heard, engine.turn())
-        turn += 1
-        assert turn < 2000
+        hear(heard, engine.step())
+        step += 1
+        assert step < 2000
     return heard
 
 
@@ -80,11 +80,11 @@ def offline(generator: Generator, requests: Sequence[Request]) -> Heard:
 
 
 @settings(max_examples=8)
-@given(turns=st.lists(st.integers(0, 30), min_size=14, max_size=14))
-def test_tokens_are_those_of_the_offline_generator(generator: Generator, turns: list[int]) -> None:
+@given(steps=st.lists(st.integers(0, 30), min_size=14, max_size=14))
+def test_tokens_are_those_of_the_offline_generator(generator: Generator, steps: list[int]) -> None:
     pool, arrivals = pool_of(14), {}
-    for request, turn in zip(pool, turns, strict=True):
-        arrivals.setdefault(turn, []).append(request)
+    for request, step in zip(pool, steps, strict=True):
+        arrivals.setdefault(step, []).append(request)
     engine = engine_of(generator)
     assert run(engine, arrivals) == offline(generator, pool)
     assert engine.counts.finished == 14
@@ -103,7 +103,7 @@ def test_lossless_rows_are_looked_at_at_once(tiny_checkpoint: Path) -> None:
 def test_tokens_come_a_step_late_and_the_first_one_in_the_turn_it_came(generator: Generator) -> None:
     engine = engine_of(generator)
     engine.add(Request("0", [2, 9], greedy(5, ignore_eos=True)))
-    counts = [sum(len(one.tokens) for one in engine.turn()) for _ in range(4)]
+    counts = [sum(len(one.tokens) for one in engine.step()) for _ in range(4)]
     assert counts == [1, 1, 1, 2]
     assert engine.is_idle
 
@@ -112,11 +112,11 @@ def test_a_cancelled_row_is_heard_of_no_more(generator: Generator) -> None:
     engine, heard = engine_of(generator), {}
     pool = [Request(str(i), p, greedy(12, ignore_eos=True)) for i, p in enumerate(random_prompts([5] * 3, seed=2))]
     tickets: list[Ticket] = [engine.add(request) for request in pool]
-    for turn in range(30):
-        if turn == 4:
+    for step in range(30):
+        if step == 4:
             engine.cancel(tickets[1])
             before = list(heard["1"][0])
-        hear(heard, engine.turn())
+        hear(heard, engine.step())
     assert engine.is_idle
     assert heard.pop("1") == (before, None)
     assert heard == offline(generator, [pool[0], pool[2]])

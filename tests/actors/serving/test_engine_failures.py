@@ -66,11 +66,11 @@ def test_a_prompt_that_cannot_be_scored_hurts_no_other(
     made: dict[str, list[int]] = {}
     ends: dict[str, str] = {}
     num_scored: dict[str, list[int]] = {}
-    for turn in range(30):
-        if turn == 3:
+    for step in range(30):
+        if step == 3:
             for request in scored:
                 engine.add(request)
-        progress = engine.turn()
+        progress = engine.step()
         for one in progress:
             num_scored.setdefault(one.ticket.request.id, []).append(len(one.prompt_logprobs))
         collect(made, ends, progress)
@@ -143,13 +143,13 @@ def test_a_row_that_is_started_anew_may_end_earlier(
     for request in pool:
         engine.add(request)
     for _ in range(5):
-        collect(made, ends, engine.turn())
+        collect(made, ends, engine.step())
     with monkeypatch.context() as patch:
         patch.setattr(generator.model, "head_states", lambda h: 1 / 0)
-        assert engine.turn() == []
+        assert engine.step() == []
     monkeypatch.setattr(generator.model, "config", replace(generator.model.config, eos_token_id=wanted["0"][1]))
     for _ in range(20):
-        collect(made, ends, engine.turn())
+        collect(made, ends, engine.step())
     assert engine.is_idle
     assert ends["0"] == "stop"
     assert made["0"] == wanted["0"][:6]
@@ -165,19 +165,19 @@ def test_newcomers_do_not_wait_for_those_whose_batch_failed(
     pool = [Request(str(i), p, greedy(60, ignore_eos=True)) for i, p in enumerate(random_prompts([6] * 9, seed=2))]
     for request in pool[:8]:
         engine.add(request)
-    engine.turn()
+    engine.step()
     with monkeypatch.context() as patch:
         patch.setattr(generator.model, "head_states", lambda h: 1 / 0)
-        engine.turn()
+        engine.step()
     engine.add(pool[8])
     made: dict[str, list[int]] = {}
     ends: dict[str, str] = {}
     for _ in range(3):
-        collect(made, ends, engine.turn())
+        collect(made, ends, engine.step())
     assert engine.num_running == 9
     assert made["8"]
     while not engine.is_idle:
-        collect(made, ends, engine.turn())
+        collect(made, ends, engine.step())
     assert set(ends.values()) == {"length"}
 
 
@@ -196,7 +196,7 @@ def test_all_who_wait_are_known_when_the_device_is_lost(
         for i, p in enumerate(random_prompts([6, 6, 6, 60], seed=2))
     ]
     engine.add(pool[0])
-    engine.turn()
+    engine.step()
     for request in pool[1:]:
         engine.add(request)
     embed = generator.model.embed
@@ -208,5 +208,5 @@ def test_all_who_wait_are_known_when_the_device_is_lost(
 
     monkeypatch.setattr(generator.model, "embed", raising)
     with pytest.raises(ZeroDivisionError):
-        engine.turn()
+        engine.step()
     assert sorted(ticket.request.id for ticket in engine.open) == ["0", "1", "2", "3"]

@@ -79,7 +79,7 @@ def test_asking_when_to_come_back_disturbs_nobody(generator: Generator, monkeypa
     heard: list[Progress] = []
     engine = engine_of(generator)
     ended = [Progress(engine.add(request), [], [], [], "length") for request in pool_of(50)]
-    monkeypatch.setattr(engine, "turn", lambda: ended)
+    monkeypatch.setattr(engine, "step", lambda: ended)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -103,7 +103,7 @@ def test_a_dead_engine_tells_all_who_wait(
     def dying() -> list[Progress]:
         raise error
 
-    monkeypatch.setattr(engine, "turn", dying)
+    monkeypatch.setattr(engine, "step", dying)
     thread = EngineThread(engine, heard, max_waiting=5, stall_s=60)
     thread.submit(pool_of(3), nothing)
     wait_for(lambda: len(heard.dead) == 3, timeout_s=20)
@@ -117,8 +117,8 @@ def test_a_step_that_hangs_is_noticed(generator: Generator, monkeypatch: pytest.
     """Who waits hears of it, once, and the thread ends when the step comes to its end after all."""
     engine, go_on = engine_of(generator), threading.Event()
     told: list[Progress] = []
-    turn = engine.turn
-    monkeypatch.setattr(engine, "turn", lambda: turn() if go_on.wait(20) else [])
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: step() if go_on.wait(20) else [])
     thread = EngineThread(engine, told.extend, max_waiting=5, stall_s=0.1)
     thread.submit(pool_of(2), nothing)
     thread.check()

@@ -123,8 +123,8 @@ def test_stop_ends_the_answer_and_frees_its_row(
     """A model that never ends by itself, 100 tokens at 20 a second."""
     generator = scripted(tiny_checkpoint, tmp_path, list(range(65, 75)) * 12)
     endpoint = make_endpoint(generator)
-    step = endpoint.engine.turn
-    monkeypatch.setattr(endpoint.engine, "turn", lambda: (time.sleep(0.05), step())[1])
+    step = endpoint.engine.step
+    monkeypatch.setattr(endpoint.engine, "step", lambda: (time.sleep(0.05), step())[1])
     with local(endpoint) as url:
         browser.get(url + "/")
         fill(browser, "prompt", "")

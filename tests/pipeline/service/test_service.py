@@ -149,8 +149,8 @@ def test_a_body_that_does_not_come_is_408(url: str) -> None:
 
 @pytest.mark.parametrize("endpoint", [{"engine": {"batch_size": 1}, "limits": {"max_waiting": 1}}], indirect=True)
 def test_a_full_queue_reads_no_bodies(url: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_free, step = threading.Event(), endpoint.engine.turn
-    monkeypatch.setattr(endpoint.engine, "turn", lambda: (is_free.wait(30), step())[1])
+    is_free, step = threading.Event(), endpoint.engine.step
+    monkeypatch.setattr(endpoint.engine, "step", lambda: (is_free.wait(30), step())[1])
     with ThreadPoolExecutor(1) as pool:
         inside = pool.submit(post, url)
         while not endpoint.thread.num_waiting:
@@ -207,7 +207,7 @@ def test_one_client_has_its_share_and_no_more(generator: Generator, endpoint: En
 def test_a_dead_engine_is_503_for_all_and_health_is_red(
     url: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint.engine, "turn", lambda: 1 / 0)
+    monkeypatch.setattr(endpoint.engine, "step", lambda: 1 / 0)
     assert error_of(post(url)) == (503, "engine_dead")  # it was in flight
     assert error_of(post(url)) == (503, "engine_dead")
     health = httpx.get(f"{url}/health")
