@@ -29,8 +29,10 @@ from skipdecode.config.model import Quantization
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.roofline import Ceilings, measure_ceilings
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
-from skipdecode.engine.generate import BatchResult, Completion, Request, generate
+from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult, Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, devices_of, dtype_name
 from skipdecode.schedules.from_config import known_acceptance, make_schedule

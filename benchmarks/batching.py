@@ -25,7 +25,8 @@ from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import cache_bytes_per_row
-from skipdecode.engine.generate import Request, generate, generate_continuous
+from skipdecode.engine.generate import generate, generate_continuous
+from skipdecode.engine.request import Request
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name

@@ -41,8 +41,9 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
-from skipdecode.engine.generate import BatchResult, generate
+from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import now
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder

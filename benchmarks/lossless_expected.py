@@ -13,8 +13,8 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
-from skipdecode.engine.generate import BatchResult
 from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import carried_rows
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.draft_length import MOST, SKIPPED, DraftLength

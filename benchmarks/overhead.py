@@ -42,7 +42,7 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import save_model
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from skipdecode.families import OPTConfig, released
 
 MODEL = "models/opt-e2e"

@@ -103,7 +103,8 @@ def ours(spec: Spec) -> Engine:
     from skipdecode.checkpoint.weights import load_model
     from skipdecode.config.sampling import Sampling
     from skipdecode.cost.roofline import measure_ceilings
-    from skipdecode.engine.generate import Request, generate
+    from skipdecode.engine.generate import generate
+    from skipdecode.engine.request import Request
     from skipdecode.schedules.from_config import make_schedule
     from skipdecode.schedules.lossless import Lossless, stored_drafts
     from skipdecode.speculative.draft_length import DraftLength

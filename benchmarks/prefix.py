@@ -39,8 +39,9 @@ from pipeline.cluster.pool import num_cores
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
+from skipdecode.engine.request import Request
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name

@@ -12,7 +12,8 @@ import pipeline.generate.dataset
 from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import Decoder
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 
 ROW_S = 0.0002
 

@@ -16,9 +16,9 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling, is_unicode
 from skipdecode.detokenizer import cut_at_stop
-from skipdecode.engine.generate import Completion, Request
 from skipdecode.engine.generate import generate as decode_batch
-from skipdecode.engine.request import TokenLogprobs, refuse_too_long
+from skipdecode.engine.request import Request, refuse_too_long
+from skipdecode.engine.results import Completion, TokenLogprobs
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, launching_on
 from skipdecode.schedules.from_config import METHODS, listed_schedule

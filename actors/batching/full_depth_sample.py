@@ -10,8 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from skipdecode.cost.roofline import Ceilings, SharedShape, predict_s
-from skipdecode.engine.batch_stats import LosslessStats
-from skipdecode.engine.generate import BatchResult
+from skipdecode.engine.results import BatchResult, LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, Schedule

@@ -4,10 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skipdecode.engine.batch_stats import BatchStats
-from skipdecode.engine.generate import BatchResult
 from skipdecode.engine.logprobs import score_prompts
-from skipdecode.engine.request import Completion, Request, refuse_too_long
+from skipdecode.engine.request import Request, refuse_too_long
+from skipdecode.engine.results import BatchResult, BatchStats, Completion
 from skipdecode.model.decoder import Decoder
 
 MAX_TOKENS = 2048  # that go through the model at once, since all their hidden states are in memory

@@ -19,7 +19,8 @@ from skipdecode.cost.batch_sizes import row_rounding, rows_within
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s, training_flops
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import dtype_name
 from skipdecode.model.teacher_forcing import teacher_batch

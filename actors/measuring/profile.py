@@ -14,7 +14,7 @@ import torch
 import skipdecode.kv.slot_cache
 import skipdecode.kv.static_cache
 from skipdecode.backends.device import backend_on
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder

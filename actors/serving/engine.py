@@ -15,7 +15,8 @@ from actors.serving.cohort_scheduler import CohortScheduler
 from actors.serving.continuous_scheduler import ContinuousScheduler
 from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
 from skipdecode.engine.logprobs import score_prompt
-from skipdecode.engine.request import Request, TokenLogprobs, refuse_too_long
+from skipdecode.engine.request import Request, refuse_too_long
+from skipdecode.engine.results import TokenLogprobs
 
 
 @dataclass(frozen=True)

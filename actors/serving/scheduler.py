@@ -14,7 +14,8 @@ from actors.batching.buckets import bucket_of
 from actors.generator import Generator
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import cache_bytes_per_row
-from skipdecode.engine.request import Request, Row, TokenLogprobs
+from skipdecode.engine.request import Request, Row
+from skipdecode.engine.results import TokenLogprobs
 from skipdecode.schedules.plan import Schedule
 
 

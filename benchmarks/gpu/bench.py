@@ -12,7 +12,7 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings, measure_ceilings
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth, Schedule

@@ -12,7 +12,7 @@ import ray
 
 if TYPE_CHECKING:  # the actors' own processes need no torch
     from actors.generator import Answer
-    from skipdecode.engine.generate import Request
+    from skipdecode.engine.request import Request
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -18,7 +18,7 @@ from actors.memory import MAX_BATCH_ROWS
 from pipeline.config.job import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_step
 from pipeline.estimate.sample import Sample
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from skipdecode.schedules.plan import Schedule
 
 WINDOWS: Final = 2

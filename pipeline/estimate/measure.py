@@ -17,7 +17,8 @@ from typing import Final
 from actors.batching.buckets import Batch, bucket_of
 from actors.generator import Generator
 from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
-from skipdecode.engine.generate import BatchResult, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import CHECK_EVERY, carried_rows
 from skipdecode.model.pipeline_parallel import dtype_name
 from skipdecode.schedules.lossless import Lossless

@@ -20,7 +20,7 @@ from pipeline.input.read import read_file
 from pipeline.stages.tokenize import TokenizeConfig, tokenize
 from pipeline.stages.window import Window
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 MAX_FILES: Final = 16
 READ_ROWS, READ_BYTES = 4096, 32 << 20  # from the beginning of each of these, about

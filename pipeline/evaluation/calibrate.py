@@ -45,7 +45,7 @@ from pipeline.plots import new_figure, save_figure
 from pipeline.store.model_folder import new_folder, written_whole
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from skipdecode.model.pipeline_parallel import choose_device
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import Decoder
 from pipeline.stages.window import Window
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 MARK = "\0"
 """Between what tells rows apart and their ids."""

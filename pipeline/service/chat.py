@@ -14,7 +14,8 @@ from actors.serving.engine import Progress
 from pipeline.openai.logprobs import Decode, token_name
 from pipeline.service.answers import ChatLogprob, Choice, ChoiceBody, Logprobs, Usage, usage
 from pipeline.service.parse import AskedRequest, ChatRequest
-from skipdecode.engine.request import Request, TokenLogprobs
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import TokenLogprobs
 
 
 class MessageBody(TypedDict, total=False):

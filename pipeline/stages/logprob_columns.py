@@ -8,7 +8,7 @@ import pyarrow as pa
 from pipeline.schema import LOGPROBS, PROMPT_LOGPROBS, PROMPT_TOP_LOGPROBS, TOP_LOGPROBS, Asked, score_schema
 
 if TYPE_CHECKING:  # of tasks that need no torch
-    from skipdecode.engine.request import Completion, TokenLogprobs
+    from skipdecode.engine.results import Completion, TokenLogprobs
 
 
 def score_columns(asked: Asked, answers: "Sequence[Completion | None]") -> dict[str, pa.Array]:

@@ -12,7 +12,7 @@ from actors.memory import is_device_lost
 from pipeline.cluster.ray_handles import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 
 class Decoder:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypedDict
 
 from pipeline.openai.logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
-from skipdecode.engine.request import TokenLogprobs
+from skipdecode.engine.results import TokenLogprobs
 
 if TYPE_CHECKING:
-    from skipdecode.engine.request import Completion
+    from skipdecode.engine.results import Completion
 
 ECHO: Final = "echo"
 SCORES: Final = "scores"

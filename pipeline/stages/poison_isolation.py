@@ -12,7 +12,7 @@ from pipeline.schema import POISON_ROW
 from pipeline.stages.attempt_tracker import StopRun
 from pipeline.stages.window_parts import Parts
 from pipeline.stages.window_sharing import Sharing
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 
 class PoisonIsolation:

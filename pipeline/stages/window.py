@@ -15,7 +15,8 @@ from pipeline.stages.logprob_columns import score_columns
 from pipeline.stages.openai_choices import with_scores
 from pipeline.stages.tokenize import TOKENS, row_sampling, with_columns
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 
 
 @dataclass(frozen=True)

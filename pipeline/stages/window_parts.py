@@ -12,7 +12,7 @@ from actors.generator import Answer, RowFailure
 from pipeline.cluster.ray_handles import AttemptTrackerHandle, BatchRecord, CollectorHandle, fetch
 from pipeline.fault_injection import fault_point
 from pipeline.stages.model_thread import Decoder
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 
 class Parts:

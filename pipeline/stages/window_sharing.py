@@ -17,7 +17,7 @@ from pipeline.cluster.ray_handles import LeftoversHandle, fetch
 from pipeline.fault_injection import fault_point
 from pipeline.stages.window_parts import Parts
 from pipeline.stages.work_stealing import split_parts
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 ASK_S = 0.05, 0.5  # an idle worker asks for work as often as this, at first and after a while
 MIN_SHARED_ROWS = 4  # a part is not cut into smaller ones than this

@@ -21,7 +21,7 @@ from pipeline.cluster.ray_handles import Collected, LeftoversHandle, Loan
 
 if TYPE_CHECKING:  # this process needs no torch
     from actors.generator import Answer
-    from skipdecode.engine.generate import Request
+    from skipdecode.engine.request import Request
 
 IDLE_AFTER_S = 0.3  # without a row, before a worker counts as idle: between two windows there is always a moment
 FIRST_WINDOW_S = 5.0  # the same before a worker's first window: at the start of a run those come one by one

@@ -1,50 +1,22 @@
-"""Decoding from prompts to completions: a `StaticBatch` or a `ContinuousBatch` run to its end.
+"""Decoding a batch from prompts to completions.
 
-Splitting rows into batches is the caller's work (`actors.batching.windows`), and so are rows that come and go as
-they please
-(`actors.serving.engine`).
+The caller splits rows into batches (`actors.batching.windows`). Rows that arrive while others decode are served by
+`actors.serving.engine`.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from skipdecode.engine.batch_stats import BatchStats
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.prefill import allocate_cache, pad_prompts
 from skipdecode.engine.prefix_sharing import PrefixSharing
-from skipdecode.engine.request import Completion, DecodeText, Request, Row, complete
-from skipdecode.engine.static_batch import CHECK_EVERY, COMPACT_AT, StaticBatch, now
+from skipdecode.engine.request import DecodeText, Request, Row, complete
+from skipdecode.engine.results import BatchResult
+from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, now
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import Schedule
-
-__all__ = [
-    "CHECK_EVERY",
-    "BatchResult",
-    "Completion",
-    "Request",
-    "allocate_cache",
-    "generate",
-    "generate_continuous",
-    "pad_prompts",
-]
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    completions: list[Completion]
-    stats: BatchStats
-
-    @classmethod
-    def of(cls, completions: list[Completion], stats: BatchStats) -> "BatchResult":
-        """Counts what the completions have in `stats`."""
-        stats.output_tokens = sum(len(c.tokens) for c in completions)
-        stats.layers_run = sum(c.layers_run for c in completions)
-        stats.ffns_run = sum(c.ffns_run for c in completions)
-        return cls(completions, stats)
 
 
 @torch.inference_mode()
@@ -60,14 +32,14 @@ def generate(
     graphs: CudaGraphs | None = None,
     sharing: PrefixSharing | None = None,
 ) -> BatchResult:
-    """Continues every request under `schedule`; completions in the order of the requests.
+    """Continues every request under `schedule`; completions are in the order of the requests.
 
-    `decode_text` is needed for stop strings only. `prompt_columns` and `batch_rows` fix the shape (padding columns,
-    empty rows) and `compact=False` keeps it, for results that do not depend on who else is in the batch. `graphs`: of
-    this model, for steps on CUDA. `sharing`: the heads of prompts that are run once; not with a fixed shape.
+    `decode_text` is needed for stop strings only. `prompt_columns` and `batch_rows` fix the shape of the batch by
+    padding, and `compact=False` keeps it, so that results do not depend on the other rows. `graphs`: the model's CUDA
+    graphs. `sharing`: prompt prefixes that are run once; not with a fixed shape.
     """
     start = now(model.device)
-    cohort = StaticBatch(
+    batch = StaticBatch(
         model,
         requests,
         schedule,
@@ -78,12 +50,12 @@ def generate(
         graphs=graphs,
         sharing=sharing,
     )
-    cohort.prefill()
-    while not cohort.is_done:
-        cohort.step()
-    stats = cohort.stats
+    batch.prefill()
+    while not batch.is_done:
+        batch.step()
+    stats = batch.stats
     stats.decode_s = now(model.device) - start - stats.prefill_s
-    return BatchResult.of(complete(cohort.rows, schedule), stats)
+    return BatchResult.of(complete(batch.rows, schedule), stats)
 
 
 @torch.inference_mode()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.model import MAX_LOGPROBS
-from skipdecode.engine.request import Row, TokenLogprobs
+from skipdecode.engine.request import Row
+from skipdecode.engine.results import TokenLogprobs
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
 from skipdecode.schedules.plan import FullDepth

@@ -16,12 +16,12 @@ from torch import Tensor
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.async_output import AsyncOutput
-from skipdecode.engine.batch_stats import BatchStats
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
 from skipdecode.engine.prefix_sharing import PrefixSharing, SharedPrompts
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
+from skipdecode.engine.results import BatchStats
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ffn_executor

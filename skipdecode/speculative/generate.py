@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from skipdecode.engine.generate import BatchResult
 from skipdecode.engine.prefill import rounded_columns
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, complete
+from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import now
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless

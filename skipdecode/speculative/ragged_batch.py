@@ -18,10 +18,10 @@ from torch import Tensor
 
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.engine.batch_stats import LosslessStats
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.logprobs import listed, top_logprobs
-from skipdecode.engine.request import DecodeText, Row, TokenLogprobs
+from skipdecode.engine.request import DecodeText, Row
+from skipdecode.engine.results import LosslessStats, TokenLogprobs
 from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers

@@ -8,7 +8,9 @@ import pytest
 
 from actors import generator as module
 from actors.generator import Generator, GeneratorConfig
-from skipdecode.engine.generate import BatchResult, Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult
 from tests.support.engine_helpers import DECODE
 from tests.support.random_requests import BUCKETS, SKIP
 

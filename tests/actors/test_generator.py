@@ -18,7 +18,8 @@ from pipeline.demo.corpus import make_prompts
 from skipdecode.backends import choice
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from skipdecode.schedules.plan import EarlyExit, SkipDecode
 from tests.support.random_requests import BUCKETS, SKIP, one_by_one, random_requests
 from tests.support.schedules import decodes

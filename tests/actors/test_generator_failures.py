@@ -13,7 +13,9 @@ import torch
 from actors import generator as module
 from actors.generator import Answer, Generator, RowFailure
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import BatchResult, Completion, Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult, Completion
 from tests.support.random_requests import one_by_one, random_requests
 
 

@@ -13,7 +13,8 @@ from actors.serving.scheduler import EngineConfig
 from skipdecode.backends import choice
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
-from skipdecode.engine.request import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from tests.support.naive import random_prompts
 from tests.support.ties import is_tie
 

@@ -24,8 +24,9 @@ from skipdecode.cost.gpu_specs import GPUS, MEMORY_SHARE
 from skipdecode.cost.predict import MODELS, Workload, gpus_needed, num_weights, predict
 from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
 from skipdecode.engine.prefill import has_room
+from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import released
 from skipdecode.schedules.from_config import make_schedule

@@ -23,7 +23,8 @@ from pipeline.service.config import ServeConfig
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from skipdecode.schedules.plan import FullDepth
 from tests.support.lora_adapters import merge_by_hand, write_adapter
 from tests.support.verbs import Call

@@ -18,7 +18,8 @@ from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, distill, doctor, evaluate, finetune, generate, retry
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.plan import FullDepth

@@ -21,7 +21,8 @@ import pytest
 
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from tests.runs import chaos
 from tests.support.processes import command, environment, hits, rows, run, start, state, wait_for
 from tests.support.trials import Missed, Site, Trial, Verdict, judge

@@ -16,7 +16,8 @@ import skipdecode
 from actors.generator import Generator, GeneratorConfig
 from skipdecode import TextModel, generate, load
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from skipdecode.schedules.plan import Unified
 
 PROMPTS = ["The Golden Otter", "is", "a restaurant near the river, and it is", ""]

@@ -17,8 +17,9 @@ from actors.measuring.bench import random_model
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
-from skipdecode.engine.generate import Request, generate, generate_continuous
+from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
+from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import config_of
 from skipdecode.kv.static_cache import KVCache

@@ -11,7 +11,8 @@ import pytest
 from actors.generator import Generator, GeneratorConfig
 from actors.templates.chat_template import check_messages
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.request import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from tests.support.service_helpers import local, make_endpoint
 
 DECODE = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "horizon": 12}

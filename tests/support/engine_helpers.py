@@ -7,7 +7,7 @@ from actors.generator import Generator
 from actors.serving.engine import Engine, Progress
 from actors.serving.scheduler import EngineConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from tests.support.naive import random_prompts
 
 SCHEDULERS = ["cohort", "continuous"]

@@ -1,7 +1,7 @@
 """Requests of which the tests of the estimate know the lengths."""
 
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 FIXED = Sampling(max_new_tokens=20, ignore_eos=True)
 

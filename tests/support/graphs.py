@@ -10,8 +10,8 @@ from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
 from skipdecode.engine.graph_capture import Work
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from tests.support.cuda_models import cpu_computed_by
 from tests.support.naive import random_prompts

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import BatchResult, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult
 from skipdecode.schedules.plan import Schedule
 
 

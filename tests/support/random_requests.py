@@ -7,7 +7,9 @@ import torch
 
 from actors.generator import Generator
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from skipdecode.schedules.from_config import make_schedule
 
 SKIP = {"method": "skipdecode", "max_layers": 5, "min_layers": 2}

@@ -29,7 +29,8 @@ from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.routes import create_app
 from skipdecode.config.sampling import Sampling
 from skipdecode.detokenizer import cut_at_stop
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from tests.support.processes import descendants, free_ports
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from actors.generator import WindowResult
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 
 
 class TrivialDecoder(KeyedDecoder):

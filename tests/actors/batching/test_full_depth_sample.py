@@ -12,8 +12,9 @@ import torch
 from actors import generator as module
 from actors.batching.full_depth_sample import FIRST_PAIRS, FullDepthSample, agreement, paired_batches
 from actors.generator import Generator
-from skipdecode.engine.batch_stats import BatchStats
-from skipdecode.engine.generate import BatchResult, Completion, Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchResult, BatchStats, Completion
 from skipdecode.schedules.plan import FullDepth
 from tests.support.random_requests import one_by_one, random_requests
 

@@ -15,8 +15,8 @@ from actors.batching.prompt_scoring import with_scores
 from actors.generator import Generator, GeneratorConfig
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
-from skipdecode.engine.request import TokenLogprobs
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion, TokenLogprobs
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from tests.support.family_tokenizers import sentencepiece
 from tests.support.gguf_models import random_model

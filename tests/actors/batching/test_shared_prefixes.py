@@ -23,8 +23,9 @@ from actors.generator import Generator, GeneratorConfig
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
+from skipdecode.engine.request import Request
 from skipdecode.schedules.plan import FullDepth, Schedule
 from tests.support.shared_prompts import grouped_prompts, llama, opt
 from tests.support.tiny_models import save_model, save_tokenizer

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actors.generator import Generator, GeneratorConfig
 from actors.serving.cohort_scheduler import CohortScheduler
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from tests.support.engine_helpers import DECODE, SCHEDULERS, collect, engine_of, offline, pool_of, run
 from tests.support.naive import greedy, random_prompts
 

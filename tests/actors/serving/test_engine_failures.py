@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from actors.generator import Generator
-from skipdecode.engine.generate import Request
 from skipdecode.engine.logprobs import score_prompt
+from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from tests.support.engine_helpers import SCHEDULERS, collect, engine_of, offline, run
 from tests.support.naive import greedy, random_prompts

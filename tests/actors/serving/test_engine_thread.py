@@ -11,7 +11,7 @@ from actors.generator import Generator
 from actors.serving.engine import Progress
 from actors.serving.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.serving.scheduler import Ticket
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from tests.support.engine_helpers import collect, engine_of, offline, pool_of
 from tests.support.naive import greedy
 from tests.support.processes import wait_for

@@ -30,7 +30,7 @@ from pipeline.estimate.sample import Sample
 from pipeline.report.figures import estimated
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from tests.support.estimate_helpers import FIXED, requests
 from tests.support.input_helpers import write_jsonl
 

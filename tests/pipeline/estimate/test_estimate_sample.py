@@ -15,7 +15,7 @@ from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import Sample, sample_rows
 from pipeline.input.prompt_templates import Prompter
 from pipeline.stages.tokenize import TokenizeConfig
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from tests.support.estimate_helpers import FIXED, requests
 from tests.support.input_helpers import make_plan, write_jsonl
 

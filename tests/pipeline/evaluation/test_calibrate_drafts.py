@@ -17,7 +17,8 @@ from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
-from skipdecode.engine.request import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth
 from skipdecode.speculative.draft_length import SKIPPED

@@ -11,7 +11,8 @@ from sacrebleu.metrics.bleu import BLEU
 
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from tests.support.evaluated_model import MODEL, PROMPTS

@@ -15,7 +15,8 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import save_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth, SwiftPrefill

@@ -15,7 +15,8 @@ import pytest
 from pipeline.schema import OUTPUT_SCHEMA
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from tests.support.pipeline_runs import WORDS, prompts, read, write_jsonl

@@ -12,8 +12,8 @@ from jobs import generate, retry, verify
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request
 from skipdecode.engine.generate import generate as decode
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import FullDepth
 from tests.support.verbs import Call

@@ -15,7 +15,7 @@ from pipeline.config.job import ConfigError
 from pipeline.processor import build, build_processor
 from pipeline.processor.stage import KeyedDecoder, ProcessorStage, without_key
 from skipdecode import TextModel, generate, load
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 from tests.docs.pages import ROOT, run_blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -9,7 +9,8 @@ from actors.generator import Generator
 from actors.serving.engine import Progress
 from pipeline.service.answers import Choice
 from pipeline.service.parse import parse_completion
-from skipdecode.engine.request import Request, TokenLogprobs
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import TokenLogprobs
 from tests.support.service_helpers import local, make_endpoint, post, scripted, slow_down, stream
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from actors.generator import Answer
 from pipeline.stages.attempt_tracker import MAX_START_DEATHS, AttemptTracker, Plan, Process
-from skipdecode.engine.generate import Completion
+from skipdecode.engine.results import Completion
 
 
 def process(number: int, node: str = "node-a") -> Process:

@@ -9,7 +9,7 @@ from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, 
 from pipeline.report.collector import MetricsCollector
 from pipeline.stages.attempt_tracker import AttemptTracker
 from pipeline.stages.work_stealing import Leftovers
-from skipdecode.engine.generate import Request
+from skipdecode.engine.request import Request
 
 HEAVY = {"Answer": Answer, "Request": Request}  # what the modules import for the type checker alone
 

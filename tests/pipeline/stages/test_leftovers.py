@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pipeline.stages.window_sharing import longest_first
 from pipeline.stages.work_stealing import FIRST_WINDOW_S, FORGOTTEN_AFTER_S, IDLE_AFTER_S, Leftovers, cost, split_parts
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from tests.support.processes import command, descendants, environment, hits, rows, run, start, wait_for, workers
 
 MODEL = Path(__file__).parents[3] / "models/opt-e2e"  # a tiny model's windows end before anybody is idle

@@ -17,7 +17,8 @@ from pipeline.stages.poison_isolation import PoisonIsolation
 from pipeline.stages.window_parts import Parts
 from pipeline.stages.window_sharing import Helper, Sharing
 from pipeline.stages.work_stealing import Leftovers
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 
 
 class Died(BaseException):

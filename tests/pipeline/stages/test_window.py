@@ -5,7 +5,7 @@ import pyarrow as pa
 from actors.generator import RowFailure
 from pipeline.stages.window import Window
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion
+from skipdecode.engine.results import Completion
 
 
 def table() -> pa.Table:

@@ -16,7 +16,8 @@ from pipeline.demo.corpus import make_prompts
 from pipeline.training.distill import DEFAULTS, with_defaults
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Completion, Request
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
 from skipdecode.schedules.plan import FullDepth, SwiftPrefill
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 from tests.support.tiny_models import VOCAB

@@ -18,7 +18,8 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.families.opt import OPTConfig
 from skipdecode.schedules.from_config import make_schedule
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from skipdecode.backends import cpu_kernels as cpu
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate, generate_continuous
+from skipdecode.engine.generate import generate, generate_continuous
+from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import ChosenLayers, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from tests.support.cpu_backends import backend

@@ -15,7 +15,8 @@ from skipdecode.backends import cpu_weights
 from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine import continuous_batch as continuous
-from skipdecode.engine.generate import Request, generate, generate_continuous
+from skipdecode.engine.generate import generate, generate_continuous
+from skipdecode.engine.request import Request
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config

@@ -16,7 +16,8 @@ from skipdecode.backends import large_pages as memory
 from skipdecode.backends.large_pages import LINE_BYTES, PAGE_BYTES, SLAB_BYTES, LargePages, large_pages
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.schedules.from_config import make_schedule
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the system's own list of memory is read")

@@ -25,7 +25,8 @@ from skipdecode.cost.roofline import (
     plan_parts,
     predict_s,
 )
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch, check_continuous
-from skipdecode.engine.generate import Request, generate, generate_continuous
+from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.engine.prefill import rounded_columns
-from skipdecode.engine.request import Row
+from skipdecode.engine.request import Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_ranges import layer_ends

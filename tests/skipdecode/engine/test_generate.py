@@ -13,9 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.engine.generate import BatchResult, Request, generate
+from skipdecode.engine.generate import generate
 from skipdecode.engine.logprobs import top_logprobs
-from skipdecode.engine.request import complete
+from skipdecode.engine.request import Request, complete
+from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits

@@ -11,8 +11,9 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.detokenizer import StopStringSearch, cut_at_stop
-from skipdecode.engine.generate import Completion, Request, generate
-from skipdecode.engine.request import Row
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request, Row
+from skipdecode.engine.results import Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import SkipDecode
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from skipdecode.engine.generate import generate
-from skipdecode.engine.request import Completion, Request, Row
+from skipdecode.engine.request import Request, Row
+from skipdecode.engine.results import Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.draft_length import DraftLength

@@ -22,7 +22,8 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import check_folder, load_model, save_model
 from skipdecode.config.model import SwiftKVConfig
 from skipdecode.cost.roofline import cache_bytes_per_row, plan_parts
-from skipdecode.engine.generate import allocate_cache, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.prefill import allocate_cache
 from skipdecode.families import released
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits

@@ -15,7 +15,8 @@ from transformers import OPTForCausalLM
 
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.cost.roofline import Ceilings, predict_s
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import CHECK_EVERY
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from skipdecode.checkpoint.weights import load_model
-from skipdecode.engine.batch_stats import LosslessStats
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
+from skipdecode.engine.results import LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.lossless import Lossless

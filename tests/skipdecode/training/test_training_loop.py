@@ -13,7 +13,8 @@ from actors.training.state import load_state, model_of, save_state
 from actors.training.trainer import Hooks, init_weights, length_sorted_batches, mean_loss, train
 from actors.training.workers import Pair, parts_of
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import Request, generate
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import FullDepth, SkipDecode

@@ -1,0 +1,101 @@
+"""What decoding gives back: completions, and what their batch cost. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one token, from the model's own distribution (before temperature, top-k and top-p)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """(token, log-probability) of the most likely tokens, in descending order."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    tokens: list[int]
+    """The generated tokens, including the EOS or the token that completed a stop string."""
+    finish_reason: str
+    """`stop` (EOS or a stop string) or `length`."""
+    layers_run: int
+    """Layers, summed over the row's decode steps."""
+    ffns_run: int
+    """Feed-forward blocks, summed likewise; fewer than `layers_run` only under FFN-SkipLLM."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One entry per token if requested."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One entry per prompt token but the first, if requested."""
+
+
+@dataclass
+class BatchStats:
+    """What one batch cost. Token counts exclude padding; `row_steps` includes ended rows that were still in the
+    batch."""
+
+    rows: int = 0
+    prompt_columns: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    """Rows in the batch, summed over decode steps."""
+    layers_run: int = 0
+    """The sum of the completions' `layers_run`."""
+    ffns_run: int = 0
+    """The sum of the completions' `ffns_run`."""
+    layer_row_steps: int = 0
+    """Layers run, summed over all `row_steps`, including those of ended rows."""
+    prefix_tokens_saved: int = 0
+    """Tokens of `input_tokens` that were not run because a shared prefix had them."""
+    cache_bytes: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    batch_rows: list[int] = field(default_factory=list)
+    """Rows in the batch at each decode step."""
+    deferred_ffn_rows: list[Sequence[int]] = field(default_factory=list)
+    """For each decode step, the number of rows that each deferred feed-forward block ran on
+    (`skipdecode.model.ffn_executor`)."""
+
+    unrecorded: ClassVar[tuple[str, ...]] = ("batch_rows", "deferred_ffn_rows")
+    """Fields for the cost model that are not recorded."""
+
+
+@dataclass
+class LosslessStats(BatchStats):
+    """Of a batch at full depth with drafts. `decode_steps` are verifications, `row_steps` rows in them."""
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    model_decode_s: float = 0.0
+    """By the cost model alone (`Prices.model_s`)."""
+    drafted_at: list[int] = field(default_factory=list)
+    """Drafted tokens by their place in a draft."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Those of them that full depth made too, and all before them."""
+
+    unrecorded: ClassVar[tuple[str, ...]] = (*BatchStats.unrecorded, "model_decode_s")
+
+    def count(self, drafted: int, accepted: int) -> None:
+        more = drafted - len(self.drafted_at)
+        self.drafted_at += [0] * more
+        self.accepted_at += [0] * more
+        for place in range(drafted):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < accepted
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    completions: list[Completion]
+    stats: BatchStats
+
+    @classmethod
+    def of(cls, completions: list[Completion], stats: BatchStats) -> "BatchResult":
+        """The result, with the completions' totals filled in in `stats`."""
+        stats.output_tokens = sum(len(c.tokens) for c in completions)
+        stats.layers_run = sum(c.layers_run for c in completions)
+        stats.ffns_run = sum(c.ffns_run for c in completions)
+        return cls(completions, stats)
