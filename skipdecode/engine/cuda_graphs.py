@@ -14,14 +14,14 @@ B rows, L layers, V vocabulary.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipdecode.backends.device import backend_on
 from skipdecode.cost.batch_sizes import MAX_ROWS, ladder
-from skipdecode.engine.graph_capture import GraphCapture, Work, graph_capture_on
 from skipdecode.kv.graph_cache import CachePool, GraphedCache, Layout, PoolFull, TableView
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
@@ -33,19 +33,92 @@ from skipdecode.schedules.plan import LayerPlan, Schedule
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 256  # steps beyond them run kernel by kernel
+MAX_GRAPHS = 256  # further steps run kernel by kernel
 TOO_MANY = f"{MAX_GRAPHS} are the most that are kept"
-MAX_GRAPH_BYTES = 2 << 30  # of device memory for what all of them compute; what would be more runs kernel by kernel
+MAX_GRAPH_BYTES = 2 << 30  # device memory for intermediate results of all graphs; further steps run kernel by kernel
+
+Work = Callable[[], None]
+"""Launches kernels on fixed memory; nothing in it depends on the host."""
+
+
+class GraphCapture:
+    """How work is captured. This base class captures nothing and does the work again, as devices other than GPUs do."""
+
+    def warm_up(self, work: Work) -> None:
+        """Does the work once: what libraries set up at their first call must not be captured."""
+        work()
+
+    def capture(self, work: Work) -> Work:
+        """The work as one launch, without doing it now. Raises whatever capturing raises."""
+        return work
+
+    def forget(self) -> None:
+        """Called when all graphs are gone."""
+
+    def held_bytes(self) -> int:
+        """Device memory that graphs hold for intermediate results, in bytes; without what the driver keeps of each."""
+        return 0
+
+
+class CudaGraphCapture(GraphCapture):
+    """Captures CUDA graphs.
+
+    One stream serves every warm-up and every capture, since libraries keep a workspace for each stream that they meet
+    (cuBLAS 32 MiB on Hopper). All graphs share one memory pool, since they replay one after another. A pool goes away
+    with its last graph: `forget` drops it, and the next capture makes another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def warm_up(self, work: Work) -> None:
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        finally:  # if it fails in the middle, it is run again here
+            here.wait_stream(self._stream)
+
+    def capture(self, work: Work) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        here = torch.cuda.current_stream(self._device)
+        try:  # thread_local: other threads of a worker copy their own things meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        finally:  # a capture that fails at its end leaves its own stream current
+            with torch.cuda.device(self._device):  # setting a stream sets its device too
+                torch.cuda.set_stream(here)
+        return graph.replay
+
+    def forget(self) -> None:
+        self._pool = None
+
+    def held_bytes(self) -> int:
+        # From torch's snapshot of the graphs' pool alone: free device memory changes with other processes, and torch's
+        # totals leave out a pool's memory between replays.
+        if self._pool is None:
+            return 0
+        try:
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        except RuntimeError:  # torch's other allocator (cudaMallocAsync) has no snapshots
+            return 0
+        return sum(int(one["total_size"]) for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
+
 
 Key = tuple[LayerPlan, int]
-"""Plan and padded rows."""
+"""A plan and the padded number of rows."""
 
 
 def plans_of(schedules: Iterable[Schedule], num_steps: int) -> list[LayerPlan]:
-    """The settled plans of decode steps, each once, deepest first."""
+    """The distinct static plans of decode steps, deepest first."""
     plans = {schedule.step(k) for schedule in schedules for k in range(num_steps)}
-    settled = [plan for plan in plans if plan.is_static]
-    return sorted(settled, key=lambda plan: (-plan.num_layers_run, -sum(plan.ffn), plan.attn, plan.ffn))
+    static = [plan for plan in plans if plan.is_static]
+    return sorted(static, key=lambda plan: (-plan.num_layers_run, -sum(plan.ffn), plan.attn, plan.ffn))
 
 
 class CudaGraphs:
@@ -59,15 +132,15 @@ class CudaGraphs:
         max_rows: int = MAX_ROWS,
         captures: GraphCapture | None = None,
     ) -> None:
-        """`cache_bytes`: for keys and values of all batches that live at the same time."""
+        """`cache_bytes`: memory for the K/V of all batches that exist at the same time."""
         self.model, self.max_rows = model, max_rows
         self.num_captured = self.num_late = self.graph_bytes = 0
-        """Graphs captured since the start, those of them behind `capture_all`, and the device memory they take."""
+        """Graphs captured since the start, those of them after `capture_all`, and the device memory they take."""
         self.failure: str | None = None
-        """Why steps run kernel by kernel: the first capture that failed."""
+        """Why steps run kernel by kernel: the error of the first capture that failed."""
         self.full: str | None = None
-        """Why no more steps are captured, though those that are go on: memory, or their number."""
-        self._captures = captures or graph_capture_on(model.device)
+        """Why no more steps are captured, while existing graphs stay in use: memory, or their number."""
+        self._captures = captures or (CudaGraphCapture(model.device) if model.device.type == "cuda" else GraphCapture())
         self._replays: OrderedDict[Key, Work] = OrderedDict()
         self._has_midpoints, self._is_loading = True, False
         device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
@@ -80,7 +153,7 @@ class CudaGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for caches; graphs hold the intermediate results of a step beside them (`graph_bytes`)."""
+        """Bytes of the cache pool; graphs hold the intermediate results of a step in addition (`graph_bytes`)."""
         return self.pool.nbytes
 
     @property
@@ -92,11 +165,11 @@ class CudaGraphs:
         return ladder(self.max_rows, has_midpoints=self._has_midpoints)
 
     def rows_for(self, num_rows: int) -> int:
-        """What so many rows are padded to; more than `max_rows` are not."""
+        """The size to which a batch of `num_rows` is padded; above `max_rows` it is not."""
         return next((rung for rung in self.rungs if rung >= num_rows), num_rows)
 
     def has_room(self, num_rows: int, capacities: Sequence[int], sharing_map: Sequence[int]) -> bool:
-        """Whether `allocate` would find memory now."""
+        """True if `allocate` would find memory now."""
         return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, sharing_map).count)
 
     def allocate(
@@ -108,16 +181,16 @@ class CudaGraphs:
         is_masked: bool = False,
         paddings: Sequence[int] | None = None,
     ) -> GraphedCache:
-        """As `KVCache.allocate`; PoolFull where there is no room beside the batches that live."""
+        """As `KVCache.allocate`; raises PoolFull if other batches leave too little memory."""
         layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, sharing_map)
         return GraphedCache.within(self.pool, layout, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
 
     @torch.inference_mode()
     def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
-        """Captures every plan at every number of rows (None: all rungs) ahead of the first batch.
+        """Captures every plan at every number of `rows` (None: the whole ladder) ahead of the first batch.
 
-        Where that would be more than MAX_GRAPHS the ladder loses its midpoints. Graphs of other plans give way, those
-        first that were not used for longest.
+        If that were more than MAX_GRAPHS, the ladder loses its midpoints. Evicts least recently used graphs of other
+        plans.
         """
         known = {plan for plan, _ in self._replays}
         if rows is None and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS and not self._replays:
@@ -125,12 +198,12 @@ class CudaGraphs:
         wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
         self._is_loading = True
         self._make_way({(plan, n) for plan in plans for n in wanted})
-        for n in sorted(set(wanted), reverse=True):  # the largest first: the others then fit into its memory
+        for n in sorted(set(wanted), reverse=True):  # the largest first: the others fit into its memory
             for plan in plans:
                 if (plan, n) not in self._replays and self._may_capture():
                     self._rehearse(plan, n)
         has_ended = self.failure is not None or self.full is not None
-        if plans and has_ended:  # what runs without graphs is compiled before a batch waits for it
+        if plans and has_ended:  # compile what runs without graphs before a batch has to wait for it
             for n in sorted(set(wanted)):
                 self._rehearse(plans[0], n)
         self._is_loading = False
@@ -138,7 +211,7 @@ class CudaGraphs:
             logger.warning("some decode steps run kernel by kernel: %s", self.describe())
 
     def _make_way(self, wanted: set[Key]) -> None:
-        """For graphs of these keys, as far as MAX_GRAPHS allows it."""
+        """Evicts least recently used graphs of other keys so that `wanted` fit into MAX_GRAPHS."""
         others = [key for key in self._replays if key not in wanted]
         for key in others[: max(0, len(wanted) + len(others) - MAX_GRAPHS)]:
             del self._replays[key]
@@ -146,18 +219,18 @@ class CudaGraphs:
             self.full = None
 
     def _rehearse(self, plan: LayerPlan, rows: int) -> None:
-        """A first step of rows that nobody wants, with one column of memory for all layers."""
+        """Runs a step of dummy rows, with one column of memory for all layers, and captures it if possible."""
         layers = self.model.config.num_hidden_layers
         try:
             cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers, is_masked=True)
-        except PoolFull:  # nor will there ever be such a batch
+        except PoolFull:  # then there will never be such a batch
             return
         try:
             self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
             self._first_run(plan, rows) if self._may_capture() else self._step(plan, rows)
-        except torch.OutOfMemoryError as error:  # smaller batches may find what these rows do not
+        except torch.OutOfMemoryError as error:  # smaller batches may still fit
             self.full = _no_room(error)
-        except Exception as error:  # graphs are not at fault; a batch that meets it, too, fails of it
+        except Exception as error:  # not the graphs' fault; a batch that meets it fails with it
             self._at.tolist()  # raises where the device itself is lost
             logger.warning("a decode step of %d rows fails: %s: %s", rows, type(error).__name__, error)
         self._serial = -1
@@ -171,9 +244,9 @@ class CudaGraphs:
         *,
         return_argmax: bool = False,
     ) -> Tensor:
-        """Feeds `newest` [B] behind what is in `cache`: logits [B, V], good until the next call, or with
-        `return_argmax` the likeliest token of each row [B]."""
-        assert isinstance(cache, GraphedCache), "a cache from elsewhere"
+        """Feeds `newest` [B] after what is in `cache`: logits [B, V], valid until the next call, or with
+        `return_argmax` the most likely token of each row [B]."""
+        assert isinstance(cache, GraphedCache), "the cache was not allocated here"
         num_rows = len(newest)
         rows = self.rows_for(num_rows)
         if rows > self.max_rows or not plan.is_static:
@@ -192,24 +265,24 @@ class CudaGraphs:
         cache.length += 1
         self._next += 1
         if not return_argmax:
-            self._newest = self._tokens  # nobody's
+            self._newest = self._tokens  # equal to no tensor that a caller has
             return self._logits[:num_rows]
         self._newest = self._tokens[:num_rows].clone()
         return self._newest
 
     def _may_capture(self) -> bool:
-        """Another step."""
+        """True if another step may be captured."""
         if self.failure is None and self.full is None and self.num_graphs >= MAX_GRAPHS:
             self.full = TOO_MANY
         return self.failure is None and self.full is None
 
     def _enter(self, newest: Tensor, cache: GraphedCache, rows: int) -> None:
-        """Brings what the step reads into its fixed memory, as far as it is not there."""
+        """Copies what the step reads into its fixed memory, unless it is there already."""
         has_come = self._serial != cache.serial
         if has_come:
             self._where.copy_(cache.where)
             self._num_pad[: len(newest)].copy_(cache.num_pad)
-            self._num_pad[len(newest) : rows].fill_(cache.length)  # rows that fill up: they see what they write
+            self._num_pad[len(newest) : rows].fill_(cache.length)  # padding rows attend to what they write
             self._serial = cache.serial
         if has_come or self._next != cache.length:
             self._at.fill_(cache.length)
@@ -218,22 +291,22 @@ class CudaGraphs:
             self._tokens[: len(newest)].copy_(newest)
 
     def _first_run(self, plan: LayerPlan, rows: int) -> None:
-        """Does the step, and captures it for the next time."""
+        """Runs the step, and captures it for the next time."""
 
         def work() -> None:
             self._step(plan, rows)
 
         try:
             self._captures.warm_up(work)
-        except torch.OutOfMemoryError:  # the batch's own: it is halved
+        except torch.OutOfMemoryError:  # the caller halves the batch
             raise
         except Exception as error:
             self._fail(error)
-            work()  # what is wrong now is the batch's own
+            work()  # an error now is the batch's own
             return
         try:
             replay = self._captures.capture(work)
-        except Exception as error:  # of whatever kind: steps run without
+        except Exception as error:  # whatever it is, steps run without graphs
             if self._replays and "out of memory" in str(error):  # torch's, or the driver's, which keeps graphs itself
                 self.full = _no_room(error)
                 return
@@ -247,7 +320,7 @@ class CudaGraphs:
             self.full = f"all of them may take {MAX_GRAPH_BYTES / 2**30:g} GiB"
 
     def _fail(self, error: Exception) -> None:
-        """Steps run without graphs from now on; those there are, are given up."""
+        """From now on steps run without graphs; existing ones are dropped."""
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"[:500]
         self._at.tolist()  # raises where the device itself is lost
@@ -257,19 +330,20 @@ class CudaGraphs:
         self.graph_bytes = 0
 
     def _step(self, plan: LayerPlan, rows: int) -> None:
-        """What a graph does: the tokens of `rows` rows through `plan`; their logits, likeliest tokens, next column."""
+        """The work of a graph: runs the tokens of `rows` rows through `plan`, and computes logits, most likely tokens
+        and the next column."""
         model, num_pad, tokens = self.model, self._num_pad[:rows], self._tokens[:rows]
         last = model.config.max_position_embeddings - 1
         positions = (self._at - num_pad)[:, None].clamp(max=last)
         view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotary_table)
         h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, LayerRanges.of_plan(plan))
-        # into memory that graphs share: no copy for who wants logits, and nothing more for who does not
+        # logits go into memory that graphs share, so that callers who want them need no copy
         logits = model.head_into(h[:, -1], self._logits[:rows])
         tokens.copy_(argmax(logits))
         self._at.add_(1)
 
     def describe(self) -> str:
-        """For people."""
+        """A summary for logs."""
         if self.failure is not None:
             return f"no graphs ({self.failure})"
         found = f"{self.num_graphs} graphs in {self.graph_bytes / 2**30:.2f} GiB"
@@ -283,6 +357,5 @@ def _no_room(error: Exception) -> str:
 
 
 def graphs_serve(model: Decoder) -> bool:
-    """Whether steps can be captured: on a GPU, where kernels read their bounds on the device. Elsewhere launches cost
-    little, or steps run kernel by kernel."""
+    """True if steps can be captured: on a GPU whose back end has kernels that read their bounds on the device."""
     return model.device.type == "cuda" and backend_on(model.device).supports_graph_capture

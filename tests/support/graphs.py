@@ -10,7 +10,7 @@ from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.graph_capture import Work
+from skipdecode.engine.cuda_graphs import GraphCapture, Work
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from tests.support.cuda_models import cpu_computed_by
@@ -28,7 +28,7 @@ def cpu_as_cuda() -> Iterator[None]:
         yield
 
 
-class FakeCaptures:
+class FakeCaptures(GraphCapture):
     """A capture does nothing, a replay does the work again. `fails`: what a capture raises."""
 
     def __init__(self, fails: Exception | None = None, graph_bytes: int = 0) -> None:

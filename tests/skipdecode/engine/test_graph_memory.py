@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode.engine.graph_capture import CudaGraphCapture
+from skipdecode.engine.cuda_graphs import CudaGraphCapture
 from skipdecode.kv.graph_cache import CachePool
 
 # Memory in one piece
