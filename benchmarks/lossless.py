@@ -40,7 +40,7 @@ from skipdecode.checkpoint.hub import DEMO
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, measure_ceilings, predict_s
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
@@ -193,9 +193,13 @@ def _line(
     accepted, drafted = (list(map(sum, count)) for count in counts)
     itemsize = model.dtype.itemsize
     _, full_s = predict_s(
-        model.config, FullDepth(model.config.num_hidden_layers), ceilings, prompt_columns=stats.prompt_columns,
-        batch_rows=stats.batch_rows, itemsize=itemsize, weight_itemsize=model.weight_itemsize, rows=stats.rows,
-    )  # fmt: skip
+        model.config,
+        FullDepth(model.config.num_hidden_layers),
+        ceilings,
+        BatchShape(stats.prompt_columns, stats.batch_rows, stats.rows),
+        itemsize=itemsize,
+        weight_itemsize=model.weight_itemsize,
+    )
     pairs = [pair for a, b in zip(full, ours, strict=True) for pair in zip(a.completions, b.completions, strict=True)]
     line = {
         "model": name,

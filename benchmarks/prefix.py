@@ -20,7 +20,6 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +37,7 @@ from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, measure_ceilings, predict_s
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.engine.request import Request
@@ -116,8 +115,8 @@ class Worker:
 
     def _predicted(self, prompts: list[list[int]], sharing: PrefixSharing | None, batch_rows: list[int]) -> float:
         shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.supports_shared_prefix)
-        predict = partial(predict_s, self.model.config, self.full, self.ceilings, rows=len(prompts), **self.sizes)
-        return sum(predict(prompt_columns=max(map(len, prompts)), batch_rows=batch_rows, sharing=shape))
+        batch = BatchShape(max(map(len, prompts)), batch_rows, rows=len(prompts), sharing=shape)
+        return sum(predict_s(self.model.config, self.full, self.ceilings, batch, **self.sizes))
 
 
 def compare(worker: Worker, corpus: Corpus, rounds: int, peer: Contestant | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from skipdecode.cost.roofline import Ceilings, SharedShape, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, SharedShape, predict_s
 from skipdecode.engine.results import BatchResult, LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
@@ -100,13 +100,15 @@ def predicted(
             model.config,
             chosen,
             ceilings,
-            prompt_columns=result.stats.prompt_columns,
-            rows=-(-result.stats.rows // parts),
-            batch_rows=[-(-rows // parts) for rows in result.stats.batch_rows],
+            BatchShape(
+                result.stats.prompt_columns,
+                [-(-rows // parts) for rows in result.stats.batch_rows],
+                rows=-(-result.stats.rows // parts),
+                deferred_ffn_rows=result.stats.deferred_ffn_rows if chosen is schedule else None,
+                sharing=sharing,
+            ),
             itemsize=itemsize,
             weight_itemsize=model.weight_itemsize,
-            apart=result.stats.deferred_ffn_rows if chosen is schedule else None,
-            sharing=sharing,
             in_graphs=in_graphs,
         )
         if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):

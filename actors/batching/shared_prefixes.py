@@ -13,7 +13,7 @@ from functools import partial
 
 from actors.batching.buckets import Batch, bucket_of, cut_batches
 from skipdecode.config.model import DecoderConfig
-from skipdecode.cost.roofline import Ceilings, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.prefix_sharing import PREFIX_STEP, PrefixSharing, share_prefixes
 from skipdecode.schedules.plan import Schedule
 
@@ -40,9 +40,9 @@ class PrefillCosts:
         cls, config: DecoderConfig, schedule: Schedule, ceilings: Ceilings, *, itemsize: int, weight_itemsize: int
     ) -> "PrefillCosts":
         predict = partial(predict_s, config, schedule, ceilings, itemsize=itemsize, weight_itemsize=weight_itemsize)
-        few, many = (predict(prompt_columns=64, batch_rows=(), rows=rows)[0] for rows in (32, 64))
+        few, many = (predict(BatchShape(64, (), rows=rows))[0] for rows in (32, 64))
         token_s = (many - few) / (32 * 64)
-        _, pass_s = predict(prompt_columns=1, batch_rows=(1,))
+        _, pass_s = predict(BatchShape(1, (1,)))
         column_bytes = 2 * config.num_hidden_layers * config.kv_dim * itemsize
         return cls(token_s, pass_s, column_bytes / ceilings.bytes_per_s)
 

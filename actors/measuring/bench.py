@@ -17,7 +17,14 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.batch_sizes import row_rounding, rows_within
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
-from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, measure_ceilings, predict_s, training_flops
+from skipdecode.cost.roofline import (
+    BatchShape,
+    Ceilings,
+    cache_bytes_per_row,
+    measure_ceilings,
+    predict_s,
+    training_flops,
+)
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
@@ -108,11 +115,9 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             predict_s,
             config,
             schedule,
-            prompt_columns=case.prompt_tokens,
-            batch_rows=stats.batch_rows,
+            batch=BatchShape(case.prompt_tokens, stats.batch_rows, deferred_ffn_rows=stats.deferred_ffn_rows),
             itemsize=model.dtype.itemsize,
             weight_itemsize=model.weight_itemsize,
-            apart=stats.deferred_ffn_rows,
             in_graphs=graphs is not None and graphs.failure is None,
         )
         predictions[name] = predict(ceilings=typical)

@@ -15,7 +15,7 @@ from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.predict import num_weights
-from skipdecode.cost.roofline import cache_bytes_per_row, predict_s
+from skipdecode.cost.roofline import BatchShape, cache_bytes_per_row, predict_s
 from skipdecode.engine.cuda_graphs import MAX_GRAPHS, CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.families import config_of
@@ -168,9 +168,13 @@ def _timed(bench: Bench, size: int) -> list[dict[str, Any]]:
         runs = [generate(bench.model, requests, schedule, graphs=bench.graphs).stats for _ in range(3)]
         measured, steps = median(stats.decode_s for stats in runs), runs[0].decode_steps
         predicted = predict_s(
-            bench.config, schedule, bench.ceilings, prompt_columns=bench.prompt_tokens, batch_rows=runs[0].batch_rows,
-            itemsize=ITEMSIZE, in_graphs=True,
-        )[1]  # fmt: skip
+            bench.config,
+            schedule,
+            bench.ceilings,
+            BatchShape(bench.prompt_tokens, runs[0].batch_rows),
+            itemsize=ITEMSIZE,
+            in_graphs=True,
+        )[1]
         full_s = (measured, predicted) if name == "full" else full_s
         prefill = median(stats.prefill_s for stats in runs)
         row = {"rows": size, "schedule": name, "ms_per_step": 1e3 * measured / steps}

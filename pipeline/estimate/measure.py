@@ -16,7 +16,7 @@ from typing import Final
 
 from actors.batching.buckets import Batch, bucket_of
 from actors.generator import Generator
-from skipdecode.cost.roofline import Ceilings, measure_ceilings, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, measure_ceilings, predict_s
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import CHECK_EVERY, carried_rows
@@ -101,12 +101,14 @@ def predicted_s(
         generator.model.config,
         schedule or own,
         ceilings,
-        prompt_columns=max(len(request.prompt_tokens) for request in chosen),
-        rows=len(chosen),
-        batch_rows=carried,
+        BatchShape(
+            max(len(request.prompt_tokens) for request in chosen),
+            carried,
+            rows=len(chosen),
+            sharing=generator.cutter.shared_shape(batch, chosen, own),
+        ),
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,
-        sharing=generator.cutter.shared_shape(batch, chosen, own),
     )
 
 

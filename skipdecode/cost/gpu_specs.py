@@ -1,13 +1,13 @@
-"""What GPUs can do by their data sheets: for a price before there is one at hand. No torch.
+"""Data-sheet figures of GPUs: dense products (no sparsity) and memory as sold. No torch.
 
-Figures are the makers': dense products (no sparsity), memory as sold. What a kernel reaches of them is the cost model's
-business (`skipdecode.cost.predict`).
+How much of them a kernel reaches is up to the cost model (`skipdecode.cost.predict`).
 """
 
 from dataclasses import dataclass
 
 MEMORY_SHARE = 0.85
-"""Of a GPU's memory for weights and caches together. The rest is for the states of prompts, logits, graphs, CUDA."""
+"""Share of a GPU's memory for weights and caches. The rest holds activations of prompts, logits, graphs and CUDA
+itself."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> GPU:
-    """ValueError with the names there are."""
+    """The specification of a GPU by its name; ValueError lists the known ones."""
     if name.lower() not in GPUS:
         raise ValueError(f"no GPU {name!r} is known here; use one of {', '.join(GPUS)}")
     return GPUS[name.lower()]

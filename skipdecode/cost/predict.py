@@ -1,10 +1,8 @@
-"""What a decode step should take on a GPU that is not at hand, from its data sheet: tokens per second, and their price.
+"""Predicts throughput and price on a GPU that is not at hand, from its data sheet. No torch.
 
-The roofline of `skipdecode.cost.roofline` at the shares of a data sheet's figures that good kernels reach, with
-launches at
-nothing, since steps are CUDA graphs. A prediction to hold a measurement against, not a result: nothing here has been
-measured. A model that is larger than a GPU is priced with its layers over several, and as many parts of a batch that
-keep all of them busy (`skipdecode.model.pipeline_parallel`). No torch.
+It is the roofline of `skipdecode.cost.roofline` at the shares of peak that good kernels reach, with launches at nothing
+because decode steps are CUDA graphs. A model that is larger than one GPU has its layers on several, and as many
+micro-batches keep all of them busy (`skipdecode.model.pipeline_parallel`). Nothing here is measured.
 """
 
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from dataclasses import dataclass, replace
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.batch_sizes import row_rounding, rows_within
 from skipdecode.cost.gpu_specs import GPU, MEMORY_SHARE
-from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, plan_parts, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, cache_bytes_per_row, plan_parts, predict_s
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth, Schedule
 
@@ -41,27 +39,27 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of batches whose rows all make `new_tokens`."""
+    """What batches should achieve whose rows all make `new_tokens` tokens."""
 
     model: str
     schedule: str
     num_gpus: int
-    """Over which its layers are split."""
+    """GPUs that the layers are spread over."""
     rows: int
-    """Of a batch, on all of these GPUs together."""
+    """Rows of a batch, on all of these GPUs together."""
     ms_per_step: float
     """From one token of a row to its next, in the middle of an answer."""
     prefill_s: float
     tokens_per_s: float
-    """New tokens, prompts' time included; of all GPUs of the model together."""
+    """New tokens per second of all the model's GPUs together, with prefill in the time."""
     cost_per_million: float
-    """Dollars for a million new tokens."""
+    """Dollars per million new tokens."""
     speedup: float
-    """To full depth at its own number of rows, prompts included."""
+    """Over full depth with as many rows as fit then, prefill included."""
 
 
 def num_weights(config: DecoderConfig) -> int:
-    """Of embedding, layers and head; norms and biases left out."""
+    """Weights of embedding, layers and head, without norms and biases."""
     mlp = (3 if config.mlp == "swiglu" else 2) * config.hidden_size * config.ffn_dim
     attention = config.hidden_size * 2 * (config.q_dim + config.kv_dim)
     positions = 0 if config.rope is not None else config.max_position_embeddings * config.hidden_size
@@ -70,7 +68,7 @@ def num_weights(config: DecoderConfig) -> int:
 
 
 def ceilings_of(gpu: GPU) -> Ceilings:
-    """What kernels should reach on it."""
+    """The ceilings that kernels should reach on a GPU."""
     return Ceilings(FLOPS_REACHED * gpu.flops_per_s, BANDWIDTH_REACHED * gpu.bytes_per_s, PREFILL_CALL_S)
 
 
@@ -83,8 +81,8 @@ def rows_that_fit(
     share: float = MEMORY_SHARE,
     itemsize: int = ITEMSIZE,
 ) -> int:
-    """Rows of a batch that a worker takes beside the weights, 0 or more, on `num_gpus` GPUs of that memory. One alone
-    decodes by graphs."""
+    """Rows of a batch that fit beside the weights on `num_gpus` GPUs of `memory_bytes` each; 0 if none does. Only a
+    single GPU uses CUDA graphs."""
     per_row = cache_bytes_per_row(
         config, schedule, prompt_columns=work.prompt_tokens, num_new=work.new_tokens, itemsize=itemsize
     )
@@ -113,20 +111,12 @@ def gpus_needed(
 
 
 def predict(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, num_gpus: int) -> Prediction:
-    """Without `model`, `schedule` and `speedup`, which the caller knows."""
+    """A prediction whose `model`, `schedule` and `speedup` the caller fills in."""
     most = rows_that_fit(config, schedule, gpu.memory_bytes, num_gpus, work)
     part = max(1, most // num_gpus)  # a GPU works on one part while the others work on theirs
     ceilings, steps = ceilings_of(gpu), work.new_tokens - 1
-    prefill, decode = predict_s(
-        config,
-        schedule,
-        ceilings,
-        prompt_columns=work.prompt_tokens,
-        batch_rows=[part] * steps,
-        rows=part,
-        itemsize=ITEMSIZE,
-        in_graphs=True,
-    )
+    batch = BatchShape(work.prompt_tokens, [part] * steps, part)
+    prefill, decode = predict_s(config, schedule, ceilings, batch, itemsize=ITEMSIZE, in_graphs=True)
     # All parts take as long as one part alone would on one GPU: each GPU does its layers of one part at a time.
     tokens_per_s = num_gpus * part * work.new_tokens / (prefill + decode)
     cost = gpu.price_per_hour * num_gpus / 3600 / tokens_per_s * 1e6

@@ -19,8 +19,8 @@ from skipdecode.schedules.plan import LayerPlan, Schedule, kv_capacities, kv_sha
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
 # fused into them, attention. A model that is not packed makes up to three times as many.
 ATTN_CALLS, FFN_CALLS, STEP_CALLS = 7, 3, 10
-# Beside a block apart (`skipdecode.model.ffn_executor`): finding its rows; and if there are any, moving them
-# and their likeness.
+# Beside a deferred feed-forward block (`skipdecode.model.ffn_executor`): finding its rows; and if there are any, moving
+# them and comparing their states.
 FIND_CALLS, ROW_CALLS = 7, 8
 
 
@@ -30,9 +30,9 @@ class Cost:
     bytes: float = 0.0
     calls: int = 0
     cache_flops: float = 0.0
-    """Of `flops`, those of attention over the cache, which has to wait for the queries."""
+    """The part of `flops` that is attention over the cache, which has to wait for the queries."""
     cache_bytes: float = 0.0
-    """Of `bytes`, likewise: K and V that are read."""
+    """The part of `bytes` that is keys and values read."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
@@ -62,12 +62,32 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class SharedShape:
-    """What rows of a batch share, as far as it has a price (`skipdecode.engine.prefix_sharing`)."""
+    """The prefixes that rows of a batch share (`skipdecode.engine.prefix_sharing`), as far as they change its cost."""
 
     passes: tuple[tuple[int, int, int], ...]
-    """Of each pass that feeds prompts, heads first: rows, columns fed, columns seen."""
+    """(rows, tokens fed, tokens attended to) of each forward pass over prompts, shared prefixes first."""
     columns_read_once: int
-    """Of all rows' columns, those that a decode step finds in a core's cache."""
+    """KV columns, summed over rows, that a decode step finds in a core's cache because another row has read them."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a batch decodes, as far as it has a cost. Padding of prompts counts, though not every kernel runs it."""
+
+    prompt_columns: int
+    batch_rows: Sequence[int]
+    """Rows at each decode step."""
+    rows: int | None = None
+    """Prompts; None: as many as rows at step 0, which is too few where rows ended with their first token."""
+    deferred_ffn_rows: Sequence[Sequence[int]] | None = None
+    """By step, the rows of the feed-forward blocks that plans leave open (`BatchStats.deferred_ffn_rows`)."""
+    sharing: SharedShape | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        if self.rows is not None:
+            return self.rows
+        return self.batch_rows[0] if self.batch_rows else 1
 
 
 def attention_cost(
@@ -83,11 +103,10 @@ def attention_cost(
 ) -> Cost:
     """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
 
-    `weight_itemsize`, here and below: bytes of a weight where it is not `itemsize` (int8). `kv_columns`: of how many
-    columns it makes keys and values, where it is not `new_columns`: all of a prompt, of which one goes on; none, if
-    they are there already (SwiftKV), and two of the four projections are not run. `columns_read_once`: how many of the
-    rows' columns are not read from memory, since those of another row are the same
-    (`skipdecode.engine.prefix_sharing`).
+    `weight_itemsize`, here and below: bytes of a weight where they differ from `itemsize` (int8). `kv_columns`: the
+    columns for which keys and values are projected, where they are not `new_columns`: all columns of a prompt of which
+    only the last goes on, or 0 where SwiftKV has made them already. `columns_read_once`: columns that are not read from
+    memory because another row shares them (`skipdecode.engine.prefix_sharing`).
     """
     d, q, kv = config.hidden_size, config.q_dim, config.kv_dim
     tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
@@ -101,7 +120,7 @@ def attention_cost(
 def shared_kv_cost(
     config: DecoderConfig, plan: LayerPlan, *, tokens: int, itemsize: int, weight_itemsize: int | None = None
 ) -> Cost:
-    """Norm and one projection to the K and V of every group of which `plan` runs a layer (SwiftKV)."""
+    """SwiftKV's norm and its projections to the K and V of every group of layers of which `plan` runs one."""
     assert config.swiftkv is not None
     first, size, d, kv = config.swiftkv.kv_layers, config.swiftkv.group_size, config.hidden_size, config.kv_dim
     groups = len({(layer - first) // size for layer in range(first, len(plan.attn)) if plan.attn[layer]})
@@ -118,8 +137,8 @@ def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsi
 def head_cost(
     config: DecoderConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None, outputs: int | None = None
 ) -> Cost:
-    """Final projection to the vocabulary and the choice of a token, logits written and read (which a kernel for greedy
-    tokens does without). `outputs`: tokens to choose among; None: all."""
+    """The LM head and the choice of a token. Logits are written and read, though a kernel for greedy tokens does
+    without. `outputs`: tokens to choose from; None: the whole vocabulary."""
     outputs = outputs or config.vocab_size
     weights = outputs * config.embed_dim
     moved = (weight_itemsize or itemsize) * weights + 8.0 * rows * outputs
@@ -135,12 +154,12 @@ def plan_parts(
     context: int,
     itemsize: int,
     weight_itemsize: int | None = None,
-    apart: Sequence[int] | None = None,
+    deferred_ffn_rows: Sequence[int] | None = None,
     columns_read_once: float = 0.0,
 ) -> list[Cost]:
     """The costs of one forward call, one entry per sublayer that runs, the head last.
 
-    `apart`: on how many rows each feed-forward block ran that `plan` does not settle; None: on all.
+    `deferred_ffn_rows`: the rows of each feed-forward block that `plan` leaves to the rows; None: all of them.
     `columns_read_once`: see `attention_cost`.
     """
     first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
@@ -157,7 +176,7 @@ def plan_parts(
             parts.append(ffn_cost(config, tokens=rows * columns, **sizes))
     if any(plan.attn[first:]):
         parts.append(shared_kv_cost(config, plan, tokens=rows * new_columns, **sizes))
-    for n in [rows] * (sum(plan.ffn) - sum(settled)) if apart is None else apart:
+    for n in [rows] * (sum(plan.ffn) - sum(settled)) if deferred_ffn_rows is None else deferred_ffn_rows:
         parts.append(Cost(calls=FIND_CALLS))
         if n:
             parts += [Cost(calls=ROW_CALLS), ffn_cost(config, tokens=n, **sizes)]
@@ -168,48 +187,36 @@ def predict_s(
     config: DecoderConfig,
     schedule: Schedule,
     ceilings: Ceilings,
+    batch: BatchShape,
     *,
-    prompt_columns: int,
-    batch_rows: Sequence[int],
     itemsize: int,
     weight_itemsize: int | None = None,
-    rows: int | None = None,
-    apart: Sequence[Sequence[int]] | None = None,
-    sharing: SharedShape | None = None,
     in_graphs: bool = False,
 ) -> tuple[float, float]:
-    """(prefill, decode) seconds of a batch of `rows` prompts that has batch_rows[k] rows at decode step k.
-
-    Padding of prompts is paid for, though not every kernel runs it. `rows` None: as many prompts as rows at step 0,
-    which is wrong where rows ended with y_0. `apart`: rows of the blocks that plans leave open, as it was at each step
-    (`BatchStats.deferred_ffn_rows`). `sharing`: what the prompts share. `in_graphs`: decode steps are one launch each,
-    and the calls within cost next to nothing.
-    """
-    if rows is None:
-        rows = batch_rows[0] if batch_rows else 1
-
-    whole = ((rows, prompt_columns, prompt_columns),)
-    passes, read_once = (whole, 0.0) if sharing is None else (sharing.passes, sharing.columns_read_once / rows)
+    """(prefill, decode) seconds of a batch. `in_graphs`: a decode step is one launch, and its calls cost nothing."""
+    sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+    passes: Sequence[tuple[int, int, int]] = [(batch.num_prompts, batch.prompt_columns, batch.prompt_columns)]
+    read_once = 0.0
+    if batch.sharing is not None:
+        passes, read_once = batch.sharing.passes, batch.sharing.columns_read_once / batch.num_prompts
+    prefill = 0.0
+    for rows, new_columns, context in passes:
+        parts = plan_parts(config, schedule.prefill(), rows=rows, new_columns=new_columns, context=context, **sizes)
+        prefill += sum(map(ceilings.seconds, parts))
     in_step = replace(ceilings, call_s=0.0) if in_graphs else ceilings
-
-    def seconds(
-        by: Ceilings,
-        plan: LayerPlan,
-        rows: int,
-        new: int,
-        context: int,
-        ran: Sequence[int] | None = None,
-        once: float = 0.0,
-    ) -> float:
-        shape = {"rows": rows, "new_columns": new, "context": context, "itemsize": itemsize}
-        parts = plan_parts(config, plan, **shape, weight_itemsize=weight_itemsize, apart=ran, columns_read_once=once)
-        return sum(map(by.seconds, parts))
-
-    prefill = sum(seconds(ceilings, schedule.prefill(), *each) for each in passes)
-    decode = sum(
-        seconds(in_step, schedule.step(k), n, 1, prompt_columns + k + 1, apart[k] if apart else None, n * read_once)
-        for k, n in enumerate(batch_rows)
-    )
+    decode = 0.0
+    for k, rows in enumerate(batch.batch_rows):
+        parts = plan_parts(
+            config,
+            schedule.step(k),
+            rows=rows,
+            new_columns=1,
+            context=batch.prompt_columns + k + 1,
+            **sizes,
+            deferred_ffn_rows=batch.deferred_ffn_rows[k] if batch.deferred_ffn_rows else None,
+            columns_read_once=rows * read_once,
+        )
+        decode += sum(map(in_step.seconds, parts))
     return prefill, decode
 
 
@@ -239,11 +246,12 @@ def cache_bytes_per_row(
 
 
 def measure_ceilings(device: str, dtype: str) -> Ceilings:
-    """A micro-benchmark of up to a second: a product, a read of memory larger than caches, a chain of tiny calls.
+    """Measures the ceilings of a device in about a second: a matrix product, a read of more memory than caches hold,
+    and a chain of tiny calls.
 
-    Fixed routines of torch, whatever kernels decode here, so that a slower kernel does not look better beside them. The
-    product is the fastest of torch's; for int8 weights it is that of `dtype` too. On CPUs float32's counts too: some
-    multiply it faster than bfloat16, which can be widened.
+    It uses torch's own routines whatever kernels decode here, so that a slow kernel does not lower its own ceiling. The
+    product is the fastest one that torch has for `dtype`, or on a CPU for float32, which some CPUs multiply faster than
+    bfloat16. int8 weights have no ceiling of their own.
     """
     import torch
 

@@ -62,7 +62,7 @@ def test_layers_on_several_devices(
     assert generator.model.placement is not None
     assert not generator.cutter.shares_prefixes
     seen: list[int] = []
-    monkeypatch.setattr(baseline, "predict_s", lambda *_, rows, **__: seen.append(rows) or (1.0, 1.0))
+    monkeypatch.setattr(baseline, "predict_s", lambda _c, _s, _o, batch, **_: seen.append(batch.rows) or (1.0, 1.0))
     result = generator(requests)
     assert [a.tokens for a in result.answers] == [a.tokens for a in one_by_one(shared, requests)]  # type: ignore[union-attr]
     wanted = [a.prompt_logprobs for a in shared(requests).answers]  # type: ignore[union-attr]

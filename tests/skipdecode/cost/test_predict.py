@@ -18,7 +18,7 @@ from skipdecode.cost.predict import (
     rows_that_fit,
     step_s,
 )
-from skipdecode.cost.roofline import Ceilings, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.families import released
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth
@@ -81,11 +81,11 @@ def test_launches_cost_nothing_within_graphs() -> None:
     config = released("opt-1.3b")
     schedule = make_schedule({"method": "skipdecode", "speedup": 2}, num_layers=24, max_new_tokens=128)
     eager = replace(ceilings_of(GPUS["h100"]), call_s=5e-6)
-    shape = {"prompt_columns": 128, "batch_rows": [64] * 127, "itemsize": 2}
-    prefill, by_calls = predict_s(config, schedule, eager, **shape)  # type: ignore[arg-type]
-    same, in_graphs = predict_s(config, schedule, eager, **shape, in_graphs=True)  # type: ignore[arg-type]
+    batch = BatchShape(128, [64] * 127)
+    prefill, by_calls = predict_s(config, schedule, eager, batch, itemsize=2)
+    same, in_graphs = predict_s(config, schedule, eager, batch, itemsize=2, in_graphs=True)
     free = Ceilings(eager.flops_per_s, eager.bytes_per_s, 0.0)
-    assert in_graphs == predict_s(config, schedule, free, **shape)[1]  # type: ignore[arg-type]
+    assert in_graphs == predict_s(config, schedule, free, batch, itemsize=2)[1]
     assert prefill == same
     assert 0.5e-3 < (by_calls - in_graphs) / 127 < 1.2e-3
 

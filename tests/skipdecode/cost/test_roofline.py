@@ -15,6 +15,7 @@ from skipdecode.cost.roofline import (
     ATTN_CALLS,
     FFN_CALLS,
     STEP_CALLS,
+    BatchShape,
     Ceilings,
     Cost,
     attention_cost,
@@ -103,7 +104,7 @@ def test_ceilings_take_the_slower_of_two_and_every_call() -> None:
 
 def flops_only(schedule: Schedule, batch_rows: Sequence[int], rows: int | None = None) -> tuple[float, float]:
     ceilings = Ceilings(flops_per_s=1.0, bytes_per_s=1e30, call_s=0.0)
-    return predict_s(TINY, schedule, ceilings, prompt_columns=5, batch_rows=batch_rows, itemsize=2, rows=rows)
+    return predict_s(TINY, schedule, ceilings, BatchShape(5, batch_rows, rows), itemsize=2)
 
 
 def test_prediction_by_hand() -> None:
@@ -131,7 +132,7 @@ def test_speedup_tends_to_the_layer_ratio_when_layers_dominate(big_m: int, num_l
     ceilings = Ceilings(flops_per_s=1e12, bytes_per_s=1e10, call_s=0.0)
 
     def decode_s(config: OPTConfig, schedule: Schedule, ceilings: Ceilings) -> float:
-        return predict_s(config, schedule, ceilings, prompt_columns=64, batch_rows=[8] * 20, itemsize=2)[1]
+        return predict_s(config, schedule, ceilings, BatchShape(64, [8] * 20), itemsize=2)[1]
 
     skip, full = SkipDecode(num_layers, big_m, big_m, 1, 19), FullDepth(num_layers)
     assert decode_s(wide, full, ceilings) / decode_s(wide, skip, ceilings) == pytest.approx(

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from skipdecode.checkpoint.weights import load_model
-from skipdecode.cost.roofline import Ceilings, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import CHECK_EVERY
@@ -295,10 +295,10 @@ def test_cost_follows_the_blocks_that_run() -> None:
     config = released("opt-1.3b")
     ceilings = Ceilings(1e12, 1e10, 1e-6)
     base = FullDepth(24)
-    shape: dict[str, Any] = {"prompt_columns": 8, "batch_rows": [16] * 4, "itemsize": 2}
 
     def decode_s(schedule: Schedule, apart: list[list[int]] | None = None) -> float:
-        return predict_s(config, schedule, ceilings, **shape, apart=apart)[1]
+        batch = BatchShape(8, [16] * 4, deferred_ffn_rows=apart)
+        return predict_s(config, schedule, ceilings, batch, itemsize=2)[1]
 
     full, band = decode_s(base), decode_s(SkipBand(base, 0, tuple(range(12))))
     ffn_bytes = 2 * (8 * 2048**2 + 16 * 12 * 2048)
