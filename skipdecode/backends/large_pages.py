@@ -1,9 +1,9 @@
 """Memory in large pages, for weights and caches.
 
-A step reads all weights, and in pages of 4 KiB waits for their addresses: products of 16 to 32 rows gain 9 to 19 %
-(`benchmarks/LOG.md`). torch can ask for large pages too, but only for all it allocates and for tensors that fill some;
+A step reads all weights, and in pages of 4 KiB waits for their addresses: products of 16 to 32 rows gain 9 to 19 %.
+torch can ask for large pages too, but only for all it allocates and for tensors that fill some;
 the weights of a small model do not. The cache of a batch gets the memory of the one before: the system clears what is
-fresh, which took a sixth of the prompts' time on an AMD EPYC (2026-11-25, the same log).
+fresh, which took a sixth of the prompts' time on an AMD EPYC (2026-11-25).
 """
 
 import contextlib

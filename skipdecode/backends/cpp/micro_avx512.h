@@ -20,7 +20,7 @@ namespace cpu {
 constexpr int AT_ONCE = 12;  // rows: 24 sums, two lines of weights, one number of x: 27 of 32 registers (Paired: 33, one spilled)
 
 // Up to so many rows of this loop (an int8 row is two) a core waits for weights alone, and has them fetched into its L1
-// cache: of more rows these would push each other out (`benchmarks/LOG.md`, 2026-11-29). Not on Intel's cores, for the
+// cache: of more rows these would push each other out (measured 2026-11-29). Not on Intel's cores, for the
 // reason that `fetch` gives.
 #ifdef IS_AMD
 constexpr int WAITING = 4;
