@@ -4,10 +4,10 @@ import ast
 import difflib
 import importlib
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from jobs.cli import BAD_CONFIG, fail, start, tolerate_closed_pipe
+from skipdecode import __version__
 
 FIRST = ("demo", "doctor", "generate", "verify", "retry", "report", "export")
 """In the order in which a user needs them; the others follow by name."""
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
             show_verbs()
         return 0
     if verb == "--version":
-        print(f"skipdecode-ray {version('skipdecode-ray')}")
+        print(f"skipdecode-ray {__version__}")
         return 0
     if verb not in verbs():
         close = difflib.get_close_matches(verb, verbs(), n=1)

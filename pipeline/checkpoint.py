@@ -227,9 +227,11 @@ def resolve_ffn_skip(
             "this checkpoint carries no calibrated layers (ffn_skip in its config.json, which hold without a "
             "model.adapter alone); jobs.calibrate makes one that does, and mode 'row' needs none",
         )
-    if not isinstance(band, dict) or not {"num_layers", "layers", "warmup_tokens"} <= band.keys():
+    if not isinstance(band, dict) or not {"num_layers", "layers", "warmup_tokens", "decode", "prefill"} <= band.keys():
         raise ConfigError(
-            "decode.ffn_skip.mode", "ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes"
+            "decode.ffn_skip.mode",
+            "ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes, or was made by a version "
+            "before 1.0; run jobs.calibrate again",
         )
     if band["num_layers"] != model_config.num_hidden_layers:
         raise ConfigError(
@@ -237,7 +239,7 @@ def resolve_ffn_skip(
             f"the layers in ffn_skip of the checkpoint's config.json were calibrated for "
             f"{band['num_layers']} layers, and this model has {model_config.num_hidden_layers}",
         )
-    before, now = (band.get("decode", decode), band.get("prefill", "full")), (decode, prefill)
+    before, now = (band["decode"], band["prefill"]), (decode, prefill)
     if before != now:
         names = [f"{decode} with prefill {prefill}" for decode, prefill in (before, now)]
         log(

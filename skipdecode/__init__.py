@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skipdecode.api import Generated, TextModel, generate, load
 
+__version__ = "1.0.0"
+"""The one place that says it: pyproject.toml, `--version`, `run.json` and `report.json` take it from here."""
+
 __all__ = ["Generated", "TextModel", "generate", "load"]
 
 

@@ -142,7 +142,7 @@ class BackendRecord(TypedDict):
     """Whose kernels a worker decodes with."""
 
     name: str
-    """As `skipdecode.backends.choice.Choice` has it; `cuda` in runs of earlier versions."""
+    """As `skipdecode.backends.choice.Choice` has it."""
     reason: str
     """What the machine has, and what is amiss with faster ones."""
 

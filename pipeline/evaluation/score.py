@@ -188,21 +188,21 @@ class RunPolicy:
 
     @classmethod
     def of(cls, state: RunState) -> Self:
-        """Of a run of an earlier version too, which may lack keys."""
+        """What the run of `state` decoded with."""
         config, fingerprint = state["config"], state["fingerprint"]
-        quantization, given = config["model"].get("quantization"), config.get("input", {})
+        quantization, given = config["model"]["quantization"], config["input"]
         return cls(
             model=state["model"]["source"],
-            files=str(fingerprint.get("model.files", "")),
-            adapter=config["model"].get("adapter"),
-            adapter_files=str(fingerprint.get("model.adapter")),
+            files=str(fingerprint["model.files"]),
+            adapter=config["model"]["adapter"],
+            adapter_files=str(fingerprint["model.adapter"]),
             tokenizer=config["model"]["tokenizer"],
             decode=state["decode"],
-            prefill=config.get("prefill", {}).get("method", "full"),
+            prefill=config["prefill"]["method"],
             dtype=str(fingerprint["model.dtype"] if quantization else config["model"]["dtype"]),
             quantization=quantization,
             max_new_tokens=config["sampling"]["max_new_tokens"],
-            is_chat=bool(given.get("chat") or given.get("messages_column")),
+            is_chat=bool(given["chat"] or given["messages_column"]),
         )
 
 

@@ -15,7 +15,7 @@ from pipeline.generate.openai_batch import has_batch_files
 from pipeline.input.files import Listing
 from pipeline.store.atomic_files import check_renames
 from pipeline.store.run_folder import STATUSES, RunFolder
-from pipeline.store.run_state import RunState
+from pipeline.store.run_state import IS_RUN, RunState
 
 
 def check_apart(folder: RunFolder, listing: Listing) -> None:
@@ -79,7 +79,7 @@ def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
             "or another output.path",
         )
     state = folder.read_state()
-    if state is None or not {"fingerprint", "books", "sessions"} <= state.keys():
+    if state is None or not state.keys() >= IS_RUN:
         raise ConfigError("output.path", f"{folder.shown} exists but holds no run.json of a run to resume")
     return state
 
@@ -96,8 +96,7 @@ def has_all_rows(folder: RunFolder, state: RunState, log: Log) -> bool:
     if books != there:
         log(f"{folder.shown}: finished before, but its data files hold {there} rows now, and its books say {books}")
         return False
-    closed = state.get("files", files)
-    if closed.keys() != files.keys() or any(ids not in ("", closed[name][1]) for name, (_, ids) in files.items()):
+    if state["files"] != files:
         log(f"{folder.shown}: finished before, but its data files are not those that its books were closed with")
         return False
     if not has_batch_files(folder, state):

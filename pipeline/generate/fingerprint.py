@@ -13,7 +13,6 @@ from actors.templates.chat_template import ChatTemplate
 from pipeline.config.input import PROMPT_SOURCES
 from pipeline.config.job import DecodeConfig, JobConfig
 from pipeline.formatting import Json
-from pipeline.input.expansion import LINES_BEFORE
 from pipeline.input.plan import InputPlan
 from pipeline.store.digest import describe_difference, digest_adapter, digest_files, refuse_differences
 from pipeline.store.run_state import FileEntry, Fingerprint, RunState
@@ -23,10 +22,6 @@ from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 NUM_SHOWN = 3  # input files that an error names
-PREFIX = "decode.prefix"
-NEWLINE = "input.template_newline"
-BEGUN_WITHOUT = (PREFIX, NEWLINE)
-"""Runs whose fingerprint lacks these go on as they began."""
 
 
 def fingerprint(
@@ -50,17 +45,13 @@ def fingerprint(
     entries["model.tokenizer"] = tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer"))
     entries["input.chat_template"] = hashlib.sha256(chat.source.encode()).hexdigest() if chat else None
     entries["input.format"] = plan.listing.format
-    if config.input.by_name:
-        entries[NEWLINE] = "kept"
-    if plan.listing.format == "openai_batch":
-        entries["input.lines"] = plan.listing.expansion.lines
     entries["input.files"] = _digest_rows(list_files(plan))
     return {key: list(value) if isinstance(value, tuple) else value for key, value in entries.items()}
 
 
 def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     """The entries that the configuration alone decides."""
-    entries: Fingerprint = {"model.quantization": config.model.quantization, PREFIX: config.decode.prefix}
+    entries: Fingerprint = {"model.quantization": config.model.quantization, "decode.prefix": config.decode.prefix}
     skip = decode.get("ffn_skip")
     entries |= {f"decode.{key}": value for key, value in decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
     entries["decode.lossless"] = bool(decode.get("lossless"))  # how many tokens are drafted, if any, changes none
@@ -77,25 +68,9 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
 
 
 def defaults() -> Fingerprint:
-    """What an entry means in the fingerprint of an earlier version, which did not have it."""
-    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json")) | {
-        "input.lines": LINES_BEFORE,
-        "input.chat_template": None,
-        "model.adapter": None,
-    }
-
-
-def shares_prefixes(config: JobConfig, earlier: RunState | None) -> bool:
-    """Whether a run shares what prompts begin with alike: `decode.prefix`, but for runs of before there was that key,
-    whose rows were all made without."""
-    if earlier is not None and PREFIX not in earlier["fingerprint"]:
-        return False
-    return config.decode.prefix == "auto"
-
-
-def keeps_newlines(earlier: RunState | None) -> bool:
-    """Whether the newline that ends a template belongs to the prompt; before there was that key it was dropped."""
-    return earlier is None or NEWLINE in earlier["fingerprint"]
+    """What an entry means in the fingerprint of an older version (1.0 or newer) that did not have it yet: the default
+    of its configuration key. An entry that no configuration key decides belongs here, too, when it is added."""
+    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json"))
 
 
 def list_files(plan: InputPlan) -> list[FileEntry]:
@@ -116,14 +91,12 @@ def _digest_rows(rows: Sequence[FileEntry]) -> str:
 def compare_fingerprints(state: RunState, now: Fingerprint, plan: InputPlan, free: Collection[str] = ()) -> None:
     """ConfigError that names each entry in which `now` differs from the run of `state` (run.json), with both values.
 
-    A key that the run lacks, of an earlier version, means its default. `free`: keys that may differ. A run without
-    one of `BEGUN_WITHOUT` goes on as it began, whatever is asked for (`shares_prefixes`, `keeps_newlines`).
+    A key that the run lacks means its default (`defaults`). `free`: keys that may differ.
     """
-    free = {*free, *(key for key in BEGUN_WITHOUT if key not in state["fingerprint"])}
     default, lines = defaults(), list[str]()
     before = {key: default[key] for key in now if key in default} | state["fingerprint"]
     if before.get("input.files") != now.get("input.files"):
-        files = compare_files(state["input"]["files"] if "input" in state else [], list_files(plan))
+        files = compare_files(state["input"]["files"], list_files(plan))
         lines = [f"input.files: {line}" for line in files]
     refuse_differences(before, now, {"input.files", *free}, lines)
 

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 
 from pipeline.formatting import Json
 from pipeline.generate.openai_answers import NOT_KNOWN, AnswerRow, Gathered, answer_line, error_line, lines_of
-from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL, check_target, line_samples
 from pipeline.input.rows import RowError
 from pipeline.schema import CHOICE, SAMPLE, SOURCE_ID
@@ -76,15 +75,10 @@ def write_batch_files(
 
 
 def has_batch_files(folder: RunFolder, state: RunState) -> bool:
-    """Whether a finished run has its batch files (of other inputs there are none), as long as they were written.
-
-    Of a run of an earlier version, which wrote no lengths down, the lines are counted.
-    """
-    if "input" not in state or state["input"]["format"] != "openai_batch":
+    """Whether a finished run has its batch files, as long as they were written; True for other inputs."""
+    if state["input"]["format"] != "openai_batch":
         return True
-    if (written := state.get("answers")) is None:
-        books = state["books"]
-        return [count_lines(folder, name) for name in FILES.values()] == [books["ok"], books["failed"]]
+    written = state["answers"]
     sizes = {name: folder.filesystem.get_file_info(folder.path(name)).size for name in written}
     return sizes == {name: num_bytes for name, (_, num_bytes) in written.items()}
 
@@ -119,6 +113,6 @@ def _samples(line: dict[str, str | None], samples: int) -> int:
         return NOT_KNOWN
     try:
         check_target(line, line["url"] == CHAT_URL)
-        return line_samples(json.loads(line["body"]), Expansion(samples=samples)) or samples
+        return line_samples(json.loads(line["body"])) or samples
     except RowError:
         return samples

@@ -17,10 +17,10 @@ from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Log, count
 from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.check_paths import check_apart, check_output, has_all_rows, left_as_found
-from pipeline.generate.fingerprint import fingerprint, keeps_newlines
+from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.generate.stopping import stop_on_sigterm
-from pipeline.input.expansion import LINES_BEFORE, LINES_NOW, Expansion
+from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
@@ -69,7 +69,7 @@ def plan_run(config: JobConfig, log: Log, index_all: bool = False) -> PlannedRun
 def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, index_all: bool) -> PlannedRun:
     chat = find_chat_template(config, model)
     earlier = check_output(folder, config)
-    expansion = Expansion.of(config.input, config.sampling, lines_of(earlier))
+    expansion = Expansion.of(config.input, config.sampling)
     listing = list_input(config.input, config.limits.max_line_bytes, expansion)
     check_apart(folder, listing)
     cluster = start_ray()
@@ -92,8 +92,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     chat = used_chat_template(chat, config, listing.format, scans, log)
     prints = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
     began = started_at(earlier)
-    now, keeps_newline = datetime.fromtimestamp(began, UTC), keeps_newlines(earlier)
-    prompter = Prompter.of(config.input, listing.format, chat, now, columns=columns, keeps_newline=keeps_newline)
+    prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC), columns=columns)
     return PlannedRun(
         config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished, began, prompter
     )
@@ -102,12 +101,6 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
 def started_at(earlier: RunState | None) -> float:
     """When the run began; of a new one, now."""
     return earlier["sessions"][0]["started_at"] if earlier is not None and earlier["sessions"] else time.time()
-
-
-def lines_of(earlier: RunState | None) -> int:
-    """How the run in the folder reads OpenAI batch lines."""
-    lines = earlier["fingerprint"].get("input.lines", LINES_BEFORE) if earlier is not None else LINES_NOW
-    return lines if isinstance(lines, int) else LINES_NOW
 
 
 def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
@@ -120,8 +113,7 @@ def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
 
 def begun_in(earlier: RunState | None) -> str | None:
     """The type that the run in the folder decodes in."""
-    dtype = earlier["fingerprint"].get("model.dtype") if earlier is not None else None
-    return dtype if isinstance(dtype, str) else None
+    return None if earlier is None else str(earlier["fingerprint"]["model.dtype"])
 
 
 def settle_numbers(config: JobConfig, model: ResolvedModel, begun: str | None, cluster: Cluster, pool: Pool) -> str:

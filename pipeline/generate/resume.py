@@ -72,11 +72,9 @@ def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], l
     Only of sessions that `state` knows to be earlier: whoever reads it may have stood still, and another works here
     since. `check` is asked before each step.
     """
-    sessions = [*state.get("former", []), *(session["id"] for session in state["sessions"])]
+    sessions = [*state["former"], *(session["id"] for session in state["sessions"])]
     is_over = state["state"] == "finished"
-    known = state.get("files") if is_over else state.get("known")
-    if known is None:  # of an earlier version
-        return
+    known = state["files"] if is_over else state["known"]
     late = folder.late_files(frozenset(known), frozenset(sessions if is_over else sessions[:-1]))
     fault_point("late listed")
     for path in late:

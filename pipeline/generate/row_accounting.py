@@ -5,22 +5,20 @@ Left out: how it is written (`store.run_folder`), the report (`report.figures`).
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeAlias
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.generate.fingerprint import list_files
 from pipeline.generate.plan import PlannedRun
-from pipeline.generate.row_index import ID_COLUMNS, sum_duplicates
-from pipeline.input.ids import ID_MODULUS, sum_outputs
+from pipeline.generate.row_index import sum_duplicates
+from pipeline.input.ids import ID_MODULUS
 from pipeline.input.plan import InputPlan
 from pipeline.report.figures import last_sign_of_life
 from pipeline.schema import CHOICE, OUTPUT_SCHEMA, Asked, list_columns, score_schema
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Phase, RunState, Session
+from skipdecode import __version__
 
 Check: TypeAlias = Callable[[], None]
 """`Lease.check`: raises where the folder is another session's."""
@@ -30,11 +28,12 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
     """`run.json` at the start of a session. `former`: sessions before it that no earlier state names."""
     earlier = planned.earlier
     began = time.time() if earlier else planned.started_at
-    before = earlier.get("former", []) if earlier else []
+    before = earlier["former"] if earlier else []
     return {
+        "version": __version__,
         "state": phase,
         "fingerprint": earlier["fingerprint"] if earlier else planned.fingerprint,
-        "config": earlier["config"] if earlier and "config" in earlier else planned.config.model_dump(mode="json"),
+        "config": earlier["config"] if earlier else planned.config.model_dump(mode="json"),
         "model": {
             "source": planned.model.source,
             "adapter": planned.config.model.adapter,
@@ -49,7 +48,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
         },
         "columns": list_columns(output_schema(planned.input, planned.config.sampling)),
         "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": began, "ended_at": None}],
-        "retries": earlier.get("retries", []) if earlier else [],
+        "retries": earlier["retries"] if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
         "former": list(dict.fromkeys([*before, *former])),
     }
@@ -72,10 +71,6 @@ def close_books(folder: RunFolder, state: RunState, check: Check, expected: int 
     """
     folder.remove_empty(check)  # what came late, or of a writer that was stopped with us
     books, files = state["books"], folder.read_files()
-    with ThreadPoolExecutor(16) as pool:
-        unsaid = [name for name, (_, ids) in files.items() if not ids]
-        for name, id_sum in zip(unsaid, pool.map(partial(_sum_file, folder), unsaid), strict=True):
-            files[name][1] = f"{id_sum:032x}"
     counts = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}
     output = sum(int(str(ids), 16) for _, ids in files.values()) % ID_MODULUS
     books["ok"], books["failed"] = counts["ok"], counts["failed"]
@@ -83,12 +78,6 @@ def close_books(folder: RunFolder, state: RunState, check: Check, expected: int 
     state["files"] = files
     state["ids"] = {"input": None if expected is None else f"{expected:032x}", "output": f"{output:032x}"}
     folder.write_state(state, check)
-
-
-def _sum_file(folder: RunFolder, name: str) -> int:
-    """Of a file that does not say it."""
-    with pq.ParquetFile(folder.path(name), filesystem=folder.filesystem) as file:
-        return sum(sum_outputs(batch) for batch in file.iter_batches(columns=ID_COLUMNS)) % ID_MODULUS
 
 
 def expected_ids(planned: PlannedRun, plan: InputPlan) -> int | None:

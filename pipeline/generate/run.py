@@ -59,10 +59,10 @@ def run(config: JobConfig, log: Log) -> RunResult:
 
 def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
     """Removes the run that is there, but for its `run.json`; its sessions, whose writers may still come."""
-    old = folder.read_state()
+    old = folder.read_any_state()  # an older version's, too: all of it goes
     folder.fence(session, lease.check)  # first: a writer of the old run must not add to the new one
     folder.clear(session, lease.check)
-    return [*old.get("former", []), *(one["id"] for one in old.get("sessions", []))] if old else []
+    return [*old.get("former", []), *(one["id"] for one in old["sessions"])] if old else []
 
 
 def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease, log: Log) -> RunResult:

@@ -9,7 +9,6 @@ from pipeline.cluster.pool import Pool
 from pipeline.config.job import JobConfig
 from pipeline.estimate.forecast import window_rows
 from pipeline.generate.dataset import PipelineSpec
-from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.input.openai_rows import CHAT_URL
@@ -24,8 +23,7 @@ MAX_FILES = 10_000  # output files of one status, for large corpora; more where 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """With the settled dtype, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
-    shares = shares_prefixes(config, planned.earlier)
-    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction, shares)
+    tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction)
     tokens = replace(tokens, chat_url=chat_url(planned.input.listing.format), has_choices=planned.input.has_choices)
     return PipelineSpec(
         input=config.input,
@@ -73,12 +71,11 @@ def local_paths(config: JobConfig, model: ResolvedModel) -> Paths:
 
 
 def make_stages(
-    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float, shares: bool
+    config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float
 ) -> tuple[TokenizeConfig, GeneratorConfig]:
     """What the tasks that tokenise and the workers are told; `dtype`: settled."""
     paths = worker_paths(config, model)
-    generator = make_generator(config, model, dtype, pool, paths)
-    generator = replace(generator, baseline_fraction=baseline_fraction, shares_prefixes=shares)
+    generator = replace(make_generator(config, model, dtype, pool, paths), baseline_fraction=baseline_fraction)
     return tokenize_config(config, paths.tokenizer or paths.source, model.config, make_sampling(config)), generator
 
 
@@ -100,7 +97,7 @@ def make_generator(config: JobConfig, model: ResolvedModel, dtype: str, pool: Po
         length_buckets=config.actors.length_buckets,
         deterministic=config.sampling.deterministic,
         baseline_fraction=config.baseline.fraction,
-        shares_prefixes=shares_prefixes(config, None),
+        shares_prefixes=config.decode.prefix == "auto",
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # those on one GPU share this
     )
 

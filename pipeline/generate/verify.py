@@ -21,7 +21,6 @@ from pipeline.config.job import ConfigError, InputConfig, LimitsConfig, Sampling
 from pipeline.formatting import Json, Log, count
 from pipeline.generate.fingerprint import compare_files, list_files
 from pipeline.generate.openai_batch import FILES, count_lines
-from pipeline.generate.plan import lines_of
 from pipeline.generate.row_index import TASK, EntriesRef, gather, group_files, match_rows, scan_input
 from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
 from pipeline.input.expansion import Expansion
@@ -99,7 +98,7 @@ def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None
 def _files_since(folder: RunFolder, state: RunState) -> list[str]:
     """Data files that came after the books were closed."""
     there = [folder.name(path) for path in folder.all_data_files()]
-    known = frozenset(state.get("files", there) if state["state"] == "finished" else there)
+    known = frozenset(state["files"] if state["state"] == "finished" else there)
     return [
         f"run.json: {name} is not among the files that the books were closed with"
         for name in there
@@ -109,7 +108,7 @@ def _files_since(folder: RunFolder, state: RunState) -> list[str]:
 
 def _other_ids(state: RunState, found: FilesFound) -> list[str]:
     """Where the ids are not those that the books were closed with; with the input at hand their rows are named."""
-    said = state.get("ids", {}).get("output") if state["state"] == "finished" else None
+    said = state["ids"]["output"] if state["state"] == "finished" else None
     is_so = f"{found.id_sum:032x}"
     return [] if said in (None, is_so) else [f"run.json: the sum of all ids is {said}, counted {is_so}"]
 
@@ -131,9 +130,9 @@ def _check_data(folder: RunFolder, state: RunState, log: Log) -> tuple[FilesFoun
 def _read_input(
     config: InputConfig, state: RunState, has_moved: bool, verdict: Verdict, log: Log
 ) -> tuple[InputPlan | None, list[EntriesRef]]:
-    max_line_bytes = build_config(LimitsConfig, state["config"].get("limits", {})).max_line_bytes
+    max_line_bytes = build_config(LimitsConfig, state["config"]["limits"]).max_line_bytes
     sampling = build_config(SamplingConfig, state["config"]["sampling"])
-    expansion = Expansion.of(config, sampling, lines_of(state))
+    expansion = Expansion.of(config, sampling)
     try:
         listing = list_input(config, max_line_bytes, expansion)
         scans, entries = scan_input(listing, config, True, log)

@@ -149,8 +149,8 @@ def contradictions(batch: pa.RecordBatch, status: str, scores: Collection[str]) 
     def where(condition: pa.Array) -> NDArray[np.bool_]:
         return np.asarray(pc.fill_null(condition, False))
 
-    names = batch.schema.names  # a run of an earlier version has fewer columns; which ones, run.json knows
-    checks = [(f"{name} is null", where(pc.is_null(batch[name]))) for name in NEVER_NULL if name in names]
+    names = batch.schema.names
+    checks = [(f"{name} is null", where(pc.is_null(batch[name]))) for name in NEVER_NULL]
     length = pc.list_value_length(batch["generated_tokens"])
     checks.append(
         ("num_generated_tokens is not their number", where(pc.not_equal(batch["num_generated_tokens"], length)))

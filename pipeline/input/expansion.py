@@ -19,10 +19,6 @@ from pipeline.input.prompt_templates import Failure, Made, PromptMaker
 from pipeline.input.rows import BLOCK_BYTES
 from pipeline.schema import BAD_LINE, ID, PROMPT, SOURCE_ID, SOURCE_SCHEMA
 
-LINES_BEFORE: Final = 1
-"""Version of reading OpenAI batch lines: neither `n` nor chat. A run folder goes on with the one it was begun in."""
-LINES_NOW: Final = 2
-
 
 @dataclass(frozen=True)
 class Expansion:
@@ -34,11 +30,10 @@ class Expansion:
     """Of each document that does not say it itself."""
     temperature: float = 0.0
     """Of lines that do not say it themselves."""
-    lines: int = LINES_NOW
 
     @classmethod
-    def of(cls, config: InputConfig, sampling: SamplingConfig, lines: int = LINES_NOW) -> "Expansion":
-        return cls(tuple(config.by_name) or ("",), sampling.n, sampling.temperature, lines)
+    def of(cls, config: InputConfig, sampling: SamplingConfig) -> "Expansion":
+        return cls(tuple(config.by_name) or ("",), sampling.n, sampling.temperature)
 
     @property
     def is_on(self) -> bool:

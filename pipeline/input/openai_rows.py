@@ -10,7 +10,7 @@ from typing import Final
 
 from pipeline.config.job import MAX_SAMPLES, InputConfig
 from pipeline.formatting import Json
-from pipeline.input.expansion import LINES_BEFORE, ONE_ROW, Expansion
+from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
 from pipeline.input.rows import JsonObject, Row, RowError
 from pipeline.json_size import count_marks
@@ -55,10 +55,10 @@ def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expan
     if not isinstance(body, dict):
         raise RowError(BAD_LINE, f"body must be an object, got {json_kind(body)}")
     fields["body"] = _batch_body(body)
-    is_chat = value.get("url") == CHAT_URL and expansion.lines > LINES_BEFORE
+    is_chat = value.get("url") == CHAT_URL
     try:
         check_target(value, is_chat)
-        row.samples = line_samples(body, expansion)
+        row.samples = line_samples(body)
         row.sampling = _sampling(body, is_chat, expansion)
     except RowError as error:
         row.fail(error.code, error.reason)
@@ -68,10 +68,10 @@ def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expan
         row.prompt, row.tokens = _batch_prompt(body.get("prompt"))
 
 
-def line_samples(body: JsonObject, expansion: Expansion) -> int | None:
+def line_samples(body: JsonObject) -> int | None:
     """The answers that a line asks for; None: it does not say. RowError where that is no number of answers."""
     n = body.get("n")
-    if n is None or expansion.lines == LINES_BEFORE:
+    if n is None:
         return None
     if not is_int(1, MAX_SAMPLES)(n):
         raise RowError(BAD_PARAMETERS, f"body.n must be an integer from 1 to {MAX_SAMPLES}, got {shown(n)}")
@@ -124,18 +124,15 @@ def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
 
 def _sampling(body: JsonObject, is_chat: bool, expansion: Expansion) -> str | None:
     """The row's own sampling parameters under the names of `sampling.*`, as JSON; None if it has none."""
-    mine = _IGNORED_KEYS | {"messages" if is_chat else "prompt"}
-    if expansion.lines > LINES_BEFORE:
-        mine |= {"n"}
-    has_choices = expansion.lines > LINES_BEFORE and not is_chat
+    mine = _IGNORED_KEYS | {"messages" if is_chat else "prompt", "n"}
     try:
-        wishes = choice_parameters(body) if has_choices else {}
-        mine |= {"logprobs", "echo"} if has_choices else set()
+        wishes = {} if is_chat else choice_parameters(body)
+        mine |= set() if is_chat else {"logprobs", "echo"}
         mine |= {"max_tokens"} if "max_new_tokens" in wishes else set()
         own = {**(chat_sampling_parameters(body, mine) if is_chat else sampling_parameters(body, mine)), **wishes}
     except BadParameter as error:
         raise RowError(BAD_PARAMETERS, f"body.{error}") from error
-    samples = line_samples(body, expansion) or expansion.samples
+    samples = line_samples(body) or expansion.samples
     if samples > 1 and not own.get("temperature", expansion.temperature):
         raise RowError(BAD_PARAMETERS, f"{samples} answers at temperature 0 are the same; give body.temperature")
     return to_json(own) if own else None

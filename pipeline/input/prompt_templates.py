@@ -78,12 +78,9 @@ class Prompter:
         now: datetime,
         *,
         columns: Collection[str] = (),
-        keeps_newline: bool = True,
     ) -> "Prompter | None":
-        """None where prompts are the text of a column as it is. `columns`: of the input. `keeps_newline`: whether the
-        one that ends a template belongs to the prompt."""
-        sources = {name: text if keeps_newline else text.removesuffix(NEWLINE) for name, text in config.by_name.items()}
-        templates = {name: _compiled(text) for name, text in sources.items()}
+        """None where prompts are the text of a column as it is. `columns`: of the input."""
+        templates = {name: _compiled(text) for name, text in config.by_name.items()}
         messages = BATCH_MESSAGES if format == "openai_batch" else config.messages_column
         if not templates and messages is None and not config.chat:
             return None

@@ -25,7 +25,6 @@ from pipeline.formatting import Json
 from pipeline.generate.chat import find_chat_template
 from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
 from pipeline.generate.execution import FewBlocksAhead
-from pipeline.generate.fingerprint import shares_prefixes
 from pipeline.generate.plan import settle_numbers
 from pipeline.generate.stage_configs import make_stages
 from pipeline.input.prompt_templates import Prompter, check_chat_template_is_used, compile_templates
@@ -72,8 +71,7 @@ class Processor:
         cluster = look_at_cluster()
         pool = find_pool(config.actors, cluster)
         dtype = settle_numbers(config, self._model, None, cluster, pool)
-        shares = shares_prefixes(config, None)
-        tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0, shares=shares)
+        tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0)
         size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))
         attempts = start_ledger(config.limits.max_row_attempts, size, math.inf, 0)
         # a small dataset cannot use all the tasks it may have, and need not

@@ -66,7 +66,7 @@ class Errors:
 
 @dataclass
 class BatchTotals:
-    """Added up over batches. Sums are None while no record has the column (a run of an earlier version)."""
+    """Added up over batches. Sums are None while no record has the column."""
 
     all: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ALL))
     paired: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(PAIRED))

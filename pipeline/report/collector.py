@@ -114,8 +114,8 @@ def read_metrics(
 ) -> Iterator[pa.Table]:
     """All records of one kind (`batches`, `windows`, `workers`), a slice at a time; all columns where none is named.
 
-    A column that a run of an earlier version lacks is null. A damaged file costs figures, and no more: `log` hears of
-    it, and what could be read of it has been given.
+    A column that a file lacks is null. A damaged file costs figures, and no more: `log` hears of it, and what could be
+    read of it has been given.
     """
     schema = SCHEMAS[kind]
     wanted = pa.schema([schema.field(name) for name in columns or schema.names])

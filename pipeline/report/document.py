@@ -1,7 +1,6 @@
 """`report.json`: what it holds, by key. Types only; `pipeline.report.figures` makes it.
 
-Times are seconds unless a key says otherwise. A key may be missing in a report that an earlier version wrote, which
-nothing here reads: reports are made anew from the files of the run.
+Times are seconds unless a key says otherwise. Nothing reads a report back: it is made anew from the files of the run.
 """
 
 from typing import TypedDict
@@ -120,8 +119,7 @@ class ActorFigures(TypedDict):
     host: str
     device: str
     dtype: str
-    backend: BackendRecord | None
-    """None: a run of an earlier version did not say."""
+    backend: BackendRecord
     load_s: float
     busy_s: float
     idle_s: float
@@ -209,6 +207,8 @@ class CountedFigures(TypedDict):
 class Figures(CountedFigures):
     """`report.json`."""
 
+    version: str
+    """Of the project that made the report."""
     actors: list[ActorFigures]
     tail: Tail | None
     throughput: Rates

@@ -26,6 +26,7 @@ from pipeline.report.rows import DataTotals, count_data, layers_by_step, lengths
 from pipeline.report.timeline import BATCH_COLUMNS, WINDOW_COLUMNS, Clock, Throughput, Windows, actors, lanes, tail
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState, Session
+from skipdecode import __version__
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def make_report(
         start for table in read_metrics(folder, "workers", (), log) for start in table.to_pylist()
     ]
     figures: Figures = {
+        "version": __version__,
         **_counted(count_data(folder), batches, state, clock.duration_s, price_per_hour),
         "actors": actors(starts, windows, clock),
         "tail": tail(windows, clock),
@@ -64,7 +66,7 @@ def _counted(
     """The figures that need neither windows nor workers."""
     all_tokens = totals.input_tokens + totals.output_tokens
     if price_per_hour is None:
-        price_per_hour = state["config"].get("actors", {}).get("price_per_hour")
+        price_per_hour = state["config"]["actors"]["price_per_hour"]
     decode, num_layers = state["decode"], state["model"]["layers"]
     padded = ratio(batches.total("input_tokens"), batches.columns)
     return {
@@ -104,7 +106,7 @@ def _counted(
         "split_batches": _errors(batches.split),
         "baseline_errors": _errors(batches.full),
         "books": state["books"],
-        "documents": num_documents(state),
+        "documents": state["input"]["documents"],
         "model": state["model"],
         "decode": decode,
         "prefill": state["config"]["prefill"]["method"],
@@ -125,12 +127,6 @@ def estimated(state: RunState, duration_s: float, output_tokens: int) -> Estimat
         "duration_ratio": said["duration_s"] / duration_s,
         "output_tokens_ratio": ratio(said["output_tokens"], output_tokens),
     }
-
-
-def num_documents(state: RunState) -> int:
-    """Of the input; each may have become several rows. In a run of an earlier version each is one."""
-    found = state["input"].get("documents") if "input" in state else None
-    return state["books"]["input"] if found is None else found
 
 
 def _errors(errors: Errors) -> ErrorCount:
@@ -195,7 +191,7 @@ def _without_figures(folder: RunFolder, state: RunState, error: Exception, log: 
         f"finished, and `python -m jobs.report {folder.shown}` makes it when the reason is gone"
     )
     books = state["books"]
-    return {"completed": books["ok"], "failed": books["failed"], "books": books}
+    return {"version": __version__, "completed": books["ok"], "failed": books["failed"], "books": books}
 
 
 def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> Cost:

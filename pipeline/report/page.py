@@ -97,7 +97,7 @@ def _when(report: Figures, state: RunState) -> str:
 def _cards(report: Figures) -> list[tuple[str, str, str]]:
     """Label, value, small print."""
     s, a, books, price = report["speedup"], report["agreement"], report["books"], report["cost"]
-    documents = report.get("documents", books["input"])  # of an earlier version there are none
+    documents = report["documents"]
     of = f"{books['input']:,}" + ("" if documents == books["input"] else f" from {documents:,} documents")
     items = [
         ("rows", f"{report['completed']:,}", f"of {of}, {report['failed']:,} failed"),
@@ -172,8 +172,8 @@ def _workers_text(report: Figures, lanes: Sequence[Lane]) -> str:
 
 
 def _backends(actors: Sequence[ActorFigures]) -> str:
-    """Whose kernels decoded, and why; empty where no worker said (a run of an earlier version)."""
-    told = Counter(f"{own['name']} ({own['reason']})" for actor in actors if (own := actor.get("backend")))
+    """Whose kernels decoded, and why."""
+    told = Counter(f"{actor['backend']['name']} ({actor['backend']['reason']})" for actor in actors)
     return "; ".join(f"{text}, {count(workers, 'worker')}" for text, workers in told.most_common())
 
 

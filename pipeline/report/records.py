@@ -23,8 +23,7 @@ class StoredStart(TypedDict):
     load_s: float | None
     device: str
     dtype: str
-    backend: BackendRecord | None
-    """None: a run of an earlier version did not say."""
+    backend: BackendRecord
     ready_at: float
 
 

@@ -21,7 +21,7 @@ from pipeline.config.job import ConfigError
 from pipeline.formatting import mask
 from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, to_device
 from pipeline.store.parquet_footer import read_footer
-from pipeline.store.run_state import FileRecord, RunState
+from pipeline.store.run_state import IS_RUN, FileRecord, RunState, check_version
 
 BATCH_FILES = "batch_output.jsonl", "batch_errors.jsonl"
 OURS = ("data", "checkpoint", "metrics", "report.json", "report.html", *BATCH_FILES, "run.json")
@@ -77,7 +77,15 @@ class RunFolder:
         return bool(kind != pafs.FileType.NotFound)
 
     def read_state(self) -> RunState | None:
-        """`run.json`, or None. Where its replacement was cut off, what it was to be, if there is anything else."""
+        """`run.json`, or None; ConfigError where a version before 1.0 wrote it."""
+        state = self.read_any_state()
+        if state is not None and state.keys() >= IS_RUN:
+            check_version(state, self.shown)
+        return state
+
+    def read_any_state(self) -> RunState | None:
+        """The same, whichever version wrote it. Where its replacement was cut off, what it was to be, if there is
+        anything else."""
         try:
             text = self.read_text("run.json")
             if text is None:
@@ -134,8 +142,8 @@ class RunFolder:
         """What `clear` would delete although no run wrote it: all of it without a run.json of ours."""
         infos = {name: self.filesystem.get_file_info(self.path(name)) for name in OURS}
         there = [name for name, info in infos.items() if info.type != pafs.FileType.NotFound]
-        state = self.read_state() if there else None
-        if state is None or not {"fingerprint", "books"} <= state.keys():
+        state = self.read_any_state() if there else None
+        if state is None or not state.keys() >= IS_RUN:
             return there
         return [name for name in self.unexpected_files() if name.startswith(("data/", "metrics/"))]
 
@@ -277,7 +285,7 @@ class RunFolder:
         return sum(int(rows) for rows, _ in self._footers(self.data_files(status, place)))
 
     def read_files(self) -> dict[str, FileRecord]:
-        """Rows of each data file, and the sum of their ids in hex ("": of an earlier version), from the footers."""
+        """Rows of each data file, and the sum of their ids in hex, from the footers."""
         paths = self.all_data_files()
         return {self.name(path): footer for path, footer in zip(paths, self._footers(paths), strict=True)}
 

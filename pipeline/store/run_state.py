@@ -1,12 +1,16 @@
-"""`run.json` and `lease.json`: what they hold, by key. Types only.
+"""`run.json` and `lease.json`: what they hold, by key, and the refusal of what a version before 1.0 wrote.
 
-A key that is `NotRequired` may be missing in a folder that an earlier version wrote. Left out: `report.json`, whose
-figures `report.figures` makes.
+`report.json` is described in `pipeline.report.document`.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
+from pipeline.config.job import ConfigError
 from pipeline.formatting import Json
+
+IS_RUN = frozenset({"state", "fingerprint", "books", "sessions"})
+"""Keys of a `run.json` of ours: other programs write files of that name, too."""
 
 Phase: TypeAlias = Literal["running", "interrupted", "retrying", "committing", "finished"]
 """committing: a retry is exchanging rows, and the folder has some of them twice."""
@@ -45,9 +49,9 @@ class ModelState(TypedDict):
     """The checkpoint as the configuration names it."""
 
     source: str
-    adapter: NotRequired[str | None]
+    adapter: str | None
     layers: int
-    quantization: NotRequired[str | None]
+    quantization: str | None
 
 
 class InputState(TypedDict):
@@ -55,7 +59,7 @@ class InputState(TypedDict):
 
     format: str
     files: list[FileEntry]
-    documents: NotRequired[int]
+    documents: int
     """Rows of the input; each may become several of the output."""
 
 
@@ -93,6 +97,8 @@ class EstimateState(TypedDict):
 class RunState(TypedDict):
     """`run.json`."""
 
+    version: str
+    """Of the project, that of the last session. Versions before 1.0 wrote none (`check_version`)."""
     state: Phase
     fingerprint: Fingerprint
     config: dict[str, dict[str, Any]]
@@ -104,24 +110,33 @@ class RunState(TypedDict):
     columns: list[list[str]]
     """Name and type of each column of the data files."""
     sessions: list[Session]
-    retries: NotRequired[list[RetryState]]
+    retries: list[RetryState]
     books: Books
     commit: NotRequired[CommitState]
     known: NotRequired[list[str]]
     """Of a run that is not finished: the data files that its last session found."""
     files: NotRequired[dict[str, FileRecord]]
-    """The data files as the books were closed."""
+    """The data files when the rows were last counted."""
     ids: NotRequired[dict[str, str | None]]
     """Sums of the ids of the `input` (None: not known) and of the `output`, in hex: equal where each row is there
     once."""
     answers: NotRequired[dict[str, list[int]]]
-    """Lines and bytes of each OpenAI batch file."""
-    former: NotRequired[list[str]]
+    """Lines and bytes of each OpenAI batch file, where there are such files."""
+    former: list[str]
     """Sessions of runs that were in the folder before, and of holders that it was taken from."""
     estimate: NotRequired[EstimateState]
     """Of a run of one session."""
     report: NotRequired[dict[str, Any]]
     """`report.json`, once the run is finished."""
+
+
+def check_version(state: Mapping[str, object], place: str) -> None:
+    """ConfigError where a version before 1.0, which did not say its version, wrote this state of the folder `place`."""
+    if "version" not in state:
+        raise ConfigError(
+            "",
+            f"{place}: made by a version before 1.0, which this version cannot continue; start a new output folder",
+        )
 
 
 class LeaseState(TypedDict):

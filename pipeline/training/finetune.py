@@ -39,9 +39,10 @@ from pipeline.training.records import (
     losses_in,
 )
 from pipeline.training.worker import Failed, Trained, TrainingJob, run_worker
+from skipdecode import __version__
 
-NOT_SAID_BEFORE: Fingerprint = {"train.draw": "one", "model.adapter": None, "train.fit_pairs": 0}
-"""What entries mean that the folders of earlier versions lack."""
+DEFAULTS: Fingerprint = {}
+"""What an entry means in the fingerprint of an older version (1.0 or newer) that did not have it yet."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def finetune(config: FinetuneConfig, log: Log) -> FinetuneResult:
     planned = plan_training(config, log)
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
-        refuse_differences(NOT_SAID_BEFORE | earlier["fingerprint"], planned.fingerprint)
+        refuse_differences(DEFAULTS | earlier["fingerprint"], planned.fingerprint)
         if earlier["state"] == "finished":
             log(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)
@@ -84,6 +85,7 @@ def finetune(config: FinetuneConfig, log: Log) -> FinetuneResult:
 def _execute(planned: PlannedTraining, pool: TrainPool) -> TrainingRecord:
     folder = planned.folder
     state: TrainingState = {
+        "version": __version__,
         "state": "running",
         "fingerprint": planned.fingerprint,
         "warmup_steps": planned.train.warmup_steps,

@@ -18,6 +18,7 @@ from typing import TypeVar
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json
 from pipeline.store.model_folder import TOKENIZER_FILES
+from pipeline.store.run_state import check_version
 from pipeline.training.records import LogLine, TrainingRecord, TrainingState
 from skipdecode.checkpoint import lora_adapter as adapter
 from skipdecode.schedules import trained as tuning
@@ -70,6 +71,7 @@ class TrainingFolder:
             raise ConfigError("output.path", f"{self.root} is a file")
         state = self.read_state()
         if if_exists == "resume" and state is not None:
+            check_version(state, str(self.root))
             return state
         there = [name for name in OURS if (self.root / name).exists()]
         if if_exists == "overwrite" and there and state is None:

@@ -134,10 +134,10 @@ def train_config(section: TrainSection) -> TrainConfig:
 def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, log: Log) -> int:
     """How many of `steps` the learning rate rises in: as asked, or a tenth of them where it would not fall again.
 
-    A resumed run keeps its own, which `training/run.json` says, or the configuration where an earlier version wrote it.
+    A resumed run keeps its own, which `training/run.json` says.
     """
     if earlier is not None:
-        return earlier.get("warmup_steps", asked)
+        return earlier["warmup_steps"]
     settled = asked if asked < steps else max(1, math.ceil(WARMUP_SHARE * steps))
     if settled < asked:
         log(

@@ -1,7 +1,6 @@
 """What a training writes down: lines of `training/log.jsonl`, `training/run.json`, `training.json`.
 
-Types, and no more; who writes them is `worker` (the log) and `finetune` (the rest). A folder of an earlier version may
-lack what is `NotRequired`.
+Types, and no more; who writes them is `worker` (the log) and `finetune` (the rest).
 """
 
 from collections.abc import Iterable
@@ -75,7 +74,7 @@ class TrainingRecord(TypedDict):
 
     best: ValidationLine
     steps: int
-    warmup_steps: NotRequired[int]
+    warmup_steps: int
     """As it held; `config` has what was asked for."""
     duration_s: float
     pairs: int
@@ -92,10 +91,12 @@ class TrainingRecord(TypedDict):
 class TrainingState(TypedDict):
     """`training/run.json`: whose folder this is, and how far it came."""
 
+    version: str
+    """Of the project; versions before 1.0 wrote none."""
     state: Literal["running", "interrupted", "finished"]
     fingerprint: Fingerprint
-    warmup_steps: NotRequired[int]
-    """As it held. A run of an earlier version has none: it took the configuration's word."""
+    warmup_steps: int
+    """As it held; `config` has what was asked for."""
     config: dict[str, Json]
     record: NotRequired[TrainingRecord]
     """Of a finished run."""

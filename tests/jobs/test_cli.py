@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -107,7 +106,14 @@ def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str
 
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert console.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"skipdecode-ray {version('skipdecode-ray')}\n"
+    assert capsys.readouterr().out == "skipdecode-ray 1.0.0\n"
+
+
+def test_the_version_is_written_down_in_one_place() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "skipdecode.__version__"}
 
 
 def named(*words: str) -> tuple[str, list[str]]:

@@ -18,9 +18,7 @@ from pipeline.generate.fingerprint import (
     compare_files,
     compare_fingerprints,
     fingerprint,
-    keeps_newlines,
     list_files,
-    shares_prefixes,
 )
 from pipeline.store.digest import digest_files
 from pipeline.store.run_state import RunState
@@ -102,27 +100,22 @@ def test_configuration(place: Path, state: dict[str, Any], overrides: dict[str, 
         compare_fingerprints(state, *take(place, **overrides))  # what auto came to is what counts
 
 
-def test_a_run_without_the_key_goes_on_without_sharing(place: Path, state: dict[str, Any]) -> None:
-    del state["fingerprint"]["decode.prefix"]
-    for prefix in ("auto", "off"):
-        compare_fingerprints(state, *take(place, decode__prefix=prefix))
-    config = JobConfig()
-    assert not shares_prefixes(config, cast(RunState, state))
-    assert shares_prefixes(config, None)
-    assert not shares_prefixes(build_config(JobConfig, {"decode": {"prefix": "off"}}), None)
+def test_a_key_that_an_older_fingerprint_lacks_means_its_default(place: Path, state: dict[str, Any]) -> None:
+    for key in ("decode.prefix", "sampling.top_p", "prefill.method", "input.too_long", "model.quantization"):
+        del state["fingerprint"][key]
+    compare_fingerprints(cast(RunState, state), *take(place))
+    message = refused(place, state, "sampling.top_p", sampling__top_p=0.5)
+    assert "sampling.top_p: the run was started with 1.0, now it is 0.5" in message
+    refused(place, state, "input.too_long", input__too_long="truncate_left")
+    refused(place, state, "prefill.method", prefill__method="swiftkv")
 
 
 @pytest.mark.process
-def test_a_run_without_the_key_goes_on_without_the_newline_of_its_template(place: Path) -> None:
-    template = "{{ prompt }}\n"
-    prints, plan = take(place, input__template=template)
+def test_the_newline_that_ends_a_template_counts(place: Path) -> None:
+    prints, plan = take(place, input__template="{{ prompt }}\n")
     state = {"fingerprint": prints, "input": {"files": list_files(plan)}}
-    assert keeps_newlines(None)
-    assert keeps_newlines(cast(RunState, state))
+    compare_fingerprints(cast(RunState, state), *take(place, input__template="{{ prompt }}\n"))
     refused(place, state, "input.template", input__template="{{ prompt }}")
-    del prints["input.template_newline"]
-    compare_fingerprints(cast(RunState, state), *take(place, input__template=template))
-    assert not keeps_newlines(cast(RunState, state))
 
 
 def test_prefixes_are_no_part_of_a_schedule(place: Path) -> None:
@@ -167,7 +160,7 @@ def test_tokenizer(place: Path, state: dict[str, Any]) -> None:
 
 
 def test_adapter(place: Path, state: dict[str, Any], tiny_checkpoint: Path) -> None:
-    """Any byte of its configuration or its weights; a run of before there were adapters had none."""
+    """Any byte of its configuration or its weights."""
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     adapter = write_adapter(place / "adapter", model, {"model.decoder.layers.0.fc1": 2})
     refused(place, state, "model.adapter", model__adapter=str(adapter))
@@ -179,9 +172,6 @@ def test_adapter(place: Path, state: dict[str, Any], tiny_checkpoint: Path) -> N
         changed, _ = take(place, model__adapter=str(adapter))
         assert own["model.adapter"] != changed["model.adapter"]
         own = changed
-    del state["fingerprint"]["model.adapter"]
-    compare_fingerprints(state, *take(place))
-    refused(place, state, "model.adapter", model__adapter=str(adapter))
 
 
 def test_code_version(place: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """A document becomes a row for each template and sample: ids, order, blocks, duplicates, what is done or refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.job import ConfigError, SamplingConfig
 from pipeline.input import ids
-from pipeline.input.expansion import LINES_BEFORE, MAX_DOCUMENT_BYTES, Documents, Expansion, expand
+from pipeline.input.expansion import MAX_DOCUMENT_BYTES, Documents, Expansion, expand
 from pipeline.input.files import list_input
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
 from pipeline.input.read import read_file, read_rest
@@ -224,19 +223,6 @@ def test_a_limit_cuts_a_file_whose_lines_differ(tmp_path: Path) -> None:
     plan, config = sampled_plan(tmp_path, SamplingConfig(), limit=7)
     assert (plan.num_documents_per_file, plan.num_rows_per_file) == ((5, 2), (9, 4))
     assert len(all_rows(plan, config)) == 13
-
-
-def test_a_folder_of_before_reads_lines_as_before(tmp_path: Path) -> None:
-    path = write_batch(tmp_path / "a.jsonl", [{"custom_id": "a", "n": 2, "temperature": 1}, {"custom_id": "b", "n": 1}])
-    chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    path.write_text(path.read_text() + json.dumps(chat | {"body": body}) + "\n")
-    config = make_config(path)
-    plan = make_plan(config, Expansion.of(config, SamplingConfig(), LINES_BEFORE))
-    rows = all_rows(plan, config)
-    assert [(row["id"], row["error_code"]) for row in rows] == [
-        ("a", "bad_parameters"), ("b", ""), ("c", "bad_parameters")
-    ]  # fmt: skip
 
 
 def test_a_name_of_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
