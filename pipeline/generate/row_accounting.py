@@ -71,6 +71,10 @@ def close_books(folder: RunFolder, state: RunState, check: Check, expected: int 
     """
     folder.remove_empty(check)  # what came late, or of a writer that was stopped with us
     books, files = state["books"], folder.read_files()
+    if unsaid := [name for name, (_, ids) in files.items() if not ids]:
+        raise RuntimeError(
+            f"{folder.path(unsaid[0])}: not as a run wrote it; delete it, and --resume makes its rows again"
+        )
     counts = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}
     output = sum(int(str(ids), 16) for _, ids in files.values()) % ID_MODULUS
     books["ok"], books["failed"] = counts["ok"], counts["failed"]

@@ -119,7 +119,8 @@ class ActorFigures(TypedDict):
     host: str
     device: str
     dtype: str
-    backend: BackendRecord
+    backend: BackendRecord | None
+    """None: the metrics lack the column."""
     load_s: float
     busy_s: float
     idle_s: float

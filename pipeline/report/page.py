@@ -172,8 +172,8 @@ def _workers_text(report: Figures, lanes: Sequence[Lane]) -> str:
 
 
 def _backends(actors: Sequence[ActorFigures]) -> str:
-    """Whose kernels decoded, and why."""
-    told = Counter(f"{actor['backend']['name']} ({actor['backend']['reason']})" for actor in actors)
+    """Whose kernels decoded, and why; empty where no worker said."""
+    told = Counter(f"{own['name']} ({own['reason']})" for actor in actors if (own := actor["backend"]))
     return "; ".join(f"{text}, {count(workers, 'worker')}" for text, workers in told.most_common())
 
 

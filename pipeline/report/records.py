@@ -23,7 +23,8 @@ class StoredStart(TypedDict):
     load_s: float | None
     device: str
     dtype: str
-    backend: BackendRecord
+    backend: BackendRecord | None
+    """None: the file lacks the column."""
     ready_at: float
 
 

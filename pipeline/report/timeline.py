@@ -84,7 +84,7 @@ class Windows:
     ended_at: np.ndarray
     rows: np.ndarray
     window: np.ndarray
-    """As in `records.WINDOW_SCHEMA`."""
+    """As in `records.WINDOW_SCHEMA`; -1 where the file lacks the column."""
 
     @classmethod
     def of(cls, tables: Iterable[pa.Table]) -> "Windows":
@@ -93,7 +93,7 @@ class Windows:
         for table in tables:
             encoded = table["worker"].combine_chunks().dictionary_encode()
             known = [places.setdefault(name, len(places)) for name in encoded.dictionary.to_pylist()]
-            window = table["window"].to_numpy()
+            window = pc.fill_null(table["window"], -1).to_numpy()
             rest = [table[name].to_numpy() for name in ("started_at", "ended_at", "rows")]
             made = [np.array(known, "i4")[encoded.indices.to_numpy()], *rest, window]
             for column, part in zip(columns, made, strict=True):
@@ -157,7 +157,7 @@ def actors(starts: Sequence[StoredStart], windows: Windows, clock: Clock) -> lis
                 "host": own[-1]["host"],
                 "device": own[0]["device"],
                 "dtype": own[0]["dtype"],
-                "backend": own[-1]["backend"],
+                "backend": own[-1].get("backend"),
                 "load_s": sum(start["load_s"] or 0.0 for start in own),
                 "busy_s": busy_s,
                 "idle_s": max(0.0, there_s - busy_s - sum(start["load_s"] or 0.0 for start in own[1:])),

@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json
 
-IS_RUN = frozenset({"state", "fingerprint", "books", "sessions"})
+IS_RUN = frozenset({"fingerprint", "books", "sessions"})
 """Keys of a `run.json` of ours: other programs write files of that name, too."""
 
 Phase: TypeAlias = Literal["running", "interrupted", "retrying", "committing", "finished"]

@@ -51,7 +51,7 @@ def make_run(root: Path, num_files: int = 4, columns: dict[str, pa.Array] = EXTR
     sampling = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "stop": ()}
     report = {"agreement": {"exact_rows": 0.5, "token_match": 0.874, "rows": 8}, "speedup": {"measured": 1.88}}
     state: Any = {
-        "state": "finished", "fingerprint": {}, "config": {"sampling": sampling}, "report": report,
+        "version": "1.0.0", "state": "finished", "fingerprint": {}, "config": {"sampling": sampling}, "report": report,
         "model": {"source": "/secret/place/my-model", "layers": 24},
         "decode": {"method": "skipdecode", "speedup": 2.0, "layers": None},
         "books": {"input": 3 * num_files + 3, "ok": 3 * num_files, "failed": 3, "closed": True},

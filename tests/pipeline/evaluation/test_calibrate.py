@@ -267,16 +267,24 @@ def test_bad_input_is_named_and_writes_nothing(
     assert not out.exists()
 
 
+BENEATH: dict[str, Any] = {"decode": {"method": "full"}, "prefill": "full"}
+"""What a calibration was made on top of."""
+
+
 @pytest.mark.parametrize(
     ("band", "skip", "message"),
     [
         (None, {"mode": "calibrated"}, "decode.ffn_skip.mode: this checkpoint carries no calibrated layers"),
-        ({"num_layers": 24, "layers": [3], "warmup_tokens": 2}, {"mode": "calibrated"},
+        ({"num_layers": 24, "layers": [3], "warmup_tokens": 2, **BENEATH}, {"mode": "calibrated"},
          "decode.ffn_skip.mode: the layers in ffn_skip of the checkpoint's config.json were calibrated for 24 layers, "
          "and this model has 6"),
         ({"layers": [3]}, {"mode": "calibrated"}, "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is"),
         ([1], {"mode": "calibrated"}, "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not"),
-        ({"num_layers": 6, "layers": [9], "warmup_tokens": 2}, {"mode": "calibrated"}, "decode.ffn_skip.layers: 9 is"),
+        ({"num_layers": 6, "layers": [3], "warmup_tokens": 2}, {"mode": "calibrated"},
+         "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes, or was made "
+         "by a version before 1.0; run jobs.calibrate again"),
+        ({"num_layers": 6, "layers": [9], "warmup_tokens": 2, **BENEATH}, {"mode": "calibrated"},
+         "decode.ffn_skip.layers: 9 is"),
         ({"num_layers": 6, "layers": [1], "warmup_tokens": 2}, {"mode": "calibrated", "layers": [2]},
          "decode.ffn_skip.layers: has no meaning with mode 'calibrated'"),
         (None, {"cold_start": 4, "cold_end": 3}, "decode.ffn_skip.cold_start: the cold borders overlap"),
@@ -300,7 +308,7 @@ def test_a_calibrated_job_may_start_its_own_warm_up(tiny_checkpoint: Path, tmp_p
     folder = tmp_path / "model"
     shutil.copytree(tiny_checkpoint, folder)
     raw = json.loads((folder / "config.json").read_text())
-    raw["ffn_skip"] = {"num_layers": L, "layers": [2, 3], "warmup_tokens": 5}
+    raw["ffn_skip"] = {"num_layers": L, "layers": [2, 3], "warmup_tokens": 5, **BENEATH}
     (folder / "config.json").write_text(json.dumps(raw))
     model = check_model(build_config(JobConfig, job(folder, {"mode": "calibrated", "warmup_tokens": 0})), print)
     assert model.decode["ffn_skip"] == {"mode": "calibrated", "layers": [2, 3], "warmup_tokens": 0}

@@ -85,7 +85,7 @@ def test_it_is_deterministic_where_workers_have_kernels() -> None:
 
 
 def test_a_run_goes_on_with_more_drafts_but_not_without(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """How many tokens are drafted changes none. A fingerprint of before means no drafts."""
+    """How many tokens are drafted changes none. A fingerprint that lacks the key means no drafts."""
     write_jsonl(tmp_path / "in/a.jsonl", [{"id": "a", "prompt": "x"}])
 
     def take(**overrides: Any) -> tuple[dict[str, Any], Any]:

@@ -9,7 +9,8 @@ import pytest
 from pipeline.generate.check_paths import has_all_rows
 from pipeline.store.run_folder import RunFolder
 
-STATE: Any = {"state": "finished", "books": {"input": 0, "ok": 0, "failed": 0, "closed": True}, "files": {}}
+STATE: Any = {"state": "finished", "books": {"input": 0, "ok": 0, "failed": 0, "closed": True}, "files": {},
+              "input": {"format": "jsonl"}}  # fmt: skip
 WHOLE = json.dumps({"completed": 0, "failed": 0}).encode()
 
 

@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def state_of(state: str, **known: Any) -> Any:
-    return {"state": state, "sessions": [{"id": FIRST}, {"id": SECOND}], **known}
+    return {"state": state, "sessions": [{"id": FIRST}, {"id": SECOND}], "former": [], **known}
 
 
 def test_what_came_after_the_close_goes(root: Path) -> None:
@@ -70,10 +70,3 @@ def test_a_driver_that_has_lost_its_lease_removes_nothing_more(root: Path) -> No
     with pytest.raises(PermissionError):
         remove_late(RunFolder.open(str(root)), state_of("finished", files={}), check, lambda _: None)
     assert len(before - files(root)) == 1
-
-
-@pytest.mark.parametrize("state", ["running", "finished"])
-def test_a_run_folder_of_an_earlier_version_has_no_list_and_keeps_all(root: Path, state: str) -> None:
-    before = files(root)
-    remove_late(RunFolder.open(str(root)), state_of(state), lambda: None, lambda _: None)
-    assert files(root) == before

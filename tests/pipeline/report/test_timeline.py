@@ -97,8 +97,8 @@ def test_spans_of_a_lane_are_joined_where_nobody_sees_the_gap() -> None:
 STATE: dict[str, Any] = {
     "state": "finished", "sessions": [{"id": "0" * 12, "started_at": 0.0, "ended_at": 10_000.0}],
     "books": {"input": 5, "ok": 5, "failed": 0, "closed": True}, "decode": {"method": "skipdecode", "speedup": 2},
-    "model": {"source": "m", "layers": 24}, "fingerprint": {},
-    "config": {"sampling": {"max_new_tokens": 8}, "prefill": {"method": "full"}, "baseline": {"fraction": 0.02}},
+    "model": {"source": "m", "layers": 24}, "fingerprint": {}, "input": {"documents": 5},
+    "config": {"actors": {"price_per_hour": None}, "sampling": {"max_new_tokens": 8}, "prefill": {"method": "full"}, "baseline": {"fraction": 0.02}},
 }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_a_report_that_cannot_be_made_is_no_failed_run(tmp_path: Path) -> None:
     assert (tmp_path / "report.json").is_file()
 
 
-def test_metrics_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+def test_metrics_may_lack_columns(tmp_path: Path) -> None:
     """Without columns that came later: no error, and no figure where there is none."""
     write_records(tmp_path, 100)
     gone_columns = {"batches": ["ffns_run", "split_error"], "windows": ["window"], "workers": ["backend"]}

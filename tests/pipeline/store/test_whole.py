@@ -29,7 +29,7 @@ def early(root: Path, replaces: bool = True) -> tuple[EarlyStore, RunFolder]:
 
 
 def state_of(phase: str) -> Any:
-    return {"state": phase, "fingerprint": {}, "books": {}, "sessions": []}
+    return {"version": "1.0.0", "state": phase, "fingerprint": {}, "books": {}, "sessions": []}
 
 
 def work(folder: RunFolder, session: str, begun: Callable[[], None] = lambda: None) -> None:
