@@ -281,8 +281,8 @@ BENEATH: dict[str, Any] = {"decode": {"method": "full"}, "prefill": "full"}
         ({"layers": [3]}, {"mode": "calibrated"}, "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is"),
         ([1], {"mode": "calibrated"}, "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not"),
         ({"num_layers": 6, "layers": [3], "warmup_tokens": 2}, {"mode": "calibrated"},
-         "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes, or was made "
-         "by a version before 1.0; run jobs.calibrate again"),
+         "decode.ffn_skip.mode: ffn_skip in the checkpoint's config.json is not what jobs.calibrate writes, or was "
+         "made by a version before 1.0; run jobs.calibrate again"),
         ({"num_layers": 6, "layers": [9], "warmup_tokens": 2, **BENEATH}, {"mode": "calibrated"},
          "decode.ffn_skip.layers: 9 is"),
         ({"num_layers": 6, "layers": [1], "warmup_tokens": 2}, {"mode": "calibrated", "layers": [2]},

@@ -22,7 +22,8 @@ STATE: dict[str, Any] = {
     "books": {"input": 5, "ok": 4, "failed": 1, "closed": True}, "decode": {"method": "skipdecode", "speedup": 2},
     "model": {"source": "m", "layers": 24}, "fingerprint": {"model.files": "abc"},
     "input": {"documents": 5},
-    "config": {"actors": {"price_per_hour": None}, "sampling": {"max_new_tokens": 8}, "prefill": {"method": "full"}, "baseline": {"fraction": 0.02}},
+    "config": {"actors": {"price_per_hour": None}, "sampling": {"max_new_tokens": 8}, "prefill": {"method": "full"},
+               "baseline": {"fraction": 0.02}},
 }  # fmt: skip
 
 
