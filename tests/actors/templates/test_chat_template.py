@@ -22,6 +22,7 @@ from actors.templates.chat_template import ChatTemplate, MessagesError, check_me
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateRaised
 from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.families import FAMILIES
 from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
 from tests.support.family_tokenizers import NASTY, byte_level, sentencepiece, template, write_folder
 from tests.support.gguf_models import Writer, add_byte_level
@@ -169,7 +170,7 @@ def test_the_template_is_found_where_transformers_finds_it(
 
 
 @pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer"])
-@pytest.mark.parametrize("model_type", ["opt", "llama", "mistral", "qwen2", "qwen3", "stablelm"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_special_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, name: str | None) -> None:
     settings = {"chat_template": CHATML, "pad_token": {"content": "<pad>", "__type": "AddedToken"}, "unk_token": None}
     settings |= {} if name is None else {"tokenizer_class": name}

@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    StableLmConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model, save_model
@@ -29,36 +21,13 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule, SwiftPrefill
-from tests.support.family_configs import BASE, LLAMA3, L
+from tests.support.families import FAMILY_MODELS, L, family_config
 from tests.support.forward import feed, left_pad
 from tests.support.naive import FFNRule, greedy, requests_for, tokens_of
 from tests.support.naive_llama import naive_llama
 from tests.support.schedules import schedules
 
 TOLERANCE = 1e-4
-KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "llama, as many heads of keys, biases, tied head": (
-        LlamaConfig,
-        {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "llama, one head of keys for 8, llama3 scaling": (
-        LlamaConfig,
-        {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32, "rope_parameters": LLAMA3},
-    ),
-    "llama, linear scaling, several ends": (
-        LlamaConfig,
-        {
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 4.0},
-            "eos_token_id": [2, 7, 9, 31],
-        },
-    ),
-    "mistral": (MistralConfig, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, {"head_dim": 32}),
-    "stablelm": (StableLmConfig, {"use_qkv_bias": True}),
-    "stablelm, whole heads turn": (StableLmConfig, {"partial_rotary_factor": 1.0}),
-}
 QUICK = ["llama, one head of keys for 8, llama3 scaling", "qwen3", "stablelm"]  # what differs most
 SCHEDULES = schedules(L)
 SKIP = SCHEDULES["skipdecode"]
@@ -68,15 +37,14 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A folder as Hugging Face saves it, of one of KINDS, made once."""
+    """A folder as Hugging Face saves it, of one of FAMILY_MODELS, made once."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp("family")
             torch.manual_seed(len(kind))
-            family, changes = KINDS[kind]
-            model = AutoModelForCausalLM.from_config(family(**(BASE | changes))).eval()
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family_config(kind))).eval()
             for name, parameter in model.named_parameters():
                 torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.12)
             model.save_pretrained(made[kind])
@@ -103,7 +71,7 @@ def make_swift(make_folder: Make, tmp_path_factory: pytest.TempPathFactory) -> C
     return make
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=list(FAMILY_MODELS))
 def any_folder(request: pytest.FixtureRequest, make_folder: Make) -> Path:
     return make_folder(request.param)
 
@@ -231,7 +199,7 @@ def assert_skips(folder: Path, schedule: Schedule, naive: dict[str, Any], has_sw
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "stablelm"])
+@pytest.mark.parametrize("kind", sorted({kind.partition(",")[0] for kind in FAMILY_MODELS}))
 def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], kind: str, group_size: int) -> None:
     folder, prompts = make_swift(kind, group_size), prompts_of(LENGTHS)
     for base in (FullDepth(L), SKIP):
@@ -241,7 +209,9 @@ def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], ki
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES.values(), SwiftPrefill(SKIP, 2)], ids=str)
-@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in QUICK)])
+@pytest.mark.parametrize(
+    "kind", [*QUICK, *(pytest.param(k, marks=pytest.mark.slow) for k in FAMILY_MODELS if k not in QUICK)]
+)
 def test_rows_of_different_ages_and_one_forced_pass_are_decoding(
     make_swift: Callable[[str, int], Path], kind: str, schedule: Schedule
 ) -> None:

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from skipdecode.backends.rope import frequencies
 from skipdecode.families import FAMILIES, config_of, released
-from tests.support.family_configs import BASE, LLAMA3, L
+from tests.support.families import BASE, FAMILY_MODELS, LLAMA3, L
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type", "rope_parameters"])
@@ -92,3 +92,7 @@ def test_a_config_survives_being_written(family: Any) -> None:
     config = family()
     assert config_of(json.loads(json.dumps(config.to_dict()))) in (config, config_of(config.to_dict()))
     hash(config)
+
+
+def test_every_family_is_tested() -> None:
+    assert {name.partition(",")[0] for name in FAMILY_MODELS} == FAMILIES.keys() - {"opt"}
