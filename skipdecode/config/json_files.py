@@ -1,6 +1,6 @@
-"""JSON files of a model, read, and keys of them, each checked by itself: they may come from anywhere. No torch.
+"""Reads the JSON files of a model and checks single keys, since the files may come from anywhere. No torch.
 
-ValueError names the key at fault. What the keys mean is `config` and `families`.
+A ValueError names the key at fault.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_json(path: Path) -> Any:
-    """What is in the file; ValueError, which names it, where that is no JSON."""
+    """The contents of a JSON file; ValueError names the file if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -18,7 +18,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The same of a file that need not be there, and then is empty; ValueError where it holds no mapping."""
+    """The contents of a JSON file that holds a mapping; empty if there is no such file."""
     try:
         raw = read_json(path)
     except ValueError as error:
@@ -31,7 +31,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
-    """One token id or a list of them; ValueError otherwise."""
+    """The checked value of an EOS key: one token id, or several."""
     ids = value if isinstance(value, list | tuple) else [value]
     if not ids or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise ValueError(f"{key} is {value!r}, expected one integer or a list of them")
@@ -39,38 +39,38 @@ def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
 
 
 def check_flag(key: str, value: Any) -> bool:
-    """`value`; ValueError where it is not true or false: "false" would be true."""
+    """The value, which must be true or false: the text "false" would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}, expected true or false")
     return value
 
 
 def check_size(key: str, value: Any) -> int:
-    """`value`; ValueError where it is not a positive integer."""
+    """The value, which must be a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}, expected a positive integer")
     return value
 
 
 def check_number(key: str, value: Any) -> None:
-    """ValueError where it is no number from 0 on."""
+    """Raises ValueError unless the value is a number of at least 0."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-        raise ValueError(f"{key} is {value!r}, expected a number from 0 on")
+        raise ValueError(f"{key} is {value!r}, expected a number of at least 0")
 
 
 def check_mapping(key: str, value: Any) -> None:
-    """ValueError where it is no mapping; None, which says nothing, is fine."""
+    """Raises ValueError unless the value is a mapping or None."""
     if not isinstance(value, dict | None):
         raise ValueError(f"{key} is {value!r}, expected a mapping")
 
 
 def check_mappings(key: str, value: Any) -> None:
-    """ValueError where it is no list of mappings; None, which says nothing, is fine."""
+    """Raises ValueError unless the value is a list of mappings or None."""
     if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         raise ValueError(f"{key} is {value!r}, expected a list of mappings")
 
 
 def refuse(raw: Mapping[str, Any], key: str, only: Any) -> None:
-    """ValueError where a config.json asks for something else than `only`."""
+    """Raises ValueError if a config.json asks for another value of `key` than `only`."""
     if raw.get(key, only) != only:
         raise ValueError(f"{key} is {raw[key]!r}; only {only!r} is supported")

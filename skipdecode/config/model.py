@@ -1,7 +1,8 @@
-"""What the decoder asks of a model's configuration, whatever family it is of. No torch: a head node can price a job.
+"""`DecoderConfig`: the shape of a model as the decoder sees it, whatever its family.
 
 A family (`skipdecode.families`) is a subclass: its fields are those of its Hugging Face `config.json`, its properties
-answer the questions below. What a file asks for and we do not have is refused by name, never ignored.
+describe the layers. A key that asks for something unsupported is refused by name, never ignored. No torch, so that a
+head node can price a job.
 """
 
 from collections.abc import Mapping
@@ -11,21 +12,21 @@ from typing import Any, ClassVar, Literal, Self
 from skipdecode.config.json_files import check_flag, check_mapping, check_mappings, check_number, check_size, read_eos
 from skipdecode.config.rope import Rope
 
-MAX_LOGPROBS = 20  # likeliest tokens beside each
+MAX_LOGPROBS = 20  # most likely tokens reported for each position
 Quantization = Literal["int8"]
 WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
-"""Of a model that decodes: weights as whole numbers of 8 bits times a scale per output; the embedding stays."""
+"""Bytes per weight while decoding. int8: one scale per output channel; the embedding is not quantised."""
 
 Trainable = Literal["all", "swiftkv"]
-"""What a training changes: all weights, or those alone that were added to a model for SwiftKV."""
+"""What training changes: all weights, or only those that were added to the model for SwiftKV."""
 
 Parts = Mapping[str, tuple[str, ...]]
-"""Our module -> its Hugging Face names, in the order of its rows; several where we fuse what they keep apart."""
+"""Our module -> its Hugging Face names, in the order of its rows; several where ours is a fused weight."""
 
 
 @dataclass(frozen=True)
 class SwiftKVConfig:
-    """`swiftkv` in config.json: K/V of layers >= `kv_layers` come from the state that enters that layer."""
+    """`swiftkv` in config.json: keys and values of layers >= `kv_layers` come from the input of layer `kv_layers`."""
 
     kv_layers: int
     group_size: int = 1
@@ -38,7 +39,7 @@ class SwiftKVConfig:
         return cls(**{key: check_size(f"swiftkv.{key}", value) for key, value in raw.items()})
 
     def check(self, config: "DecoderConfig") -> None:
-        """ValueError when a model of that shape cannot have it."""
+        """Raises ValueError if a model of that shape cannot have it."""
         if self.kv_layers > config.num_hidden_layers:
             raise ValueError(
                 f"swiftkv.kv_layers is {self.kv_layers}, and the model has {config.num_hidden_layers} layers"
@@ -50,12 +51,12 @@ class SwiftKVConfig:
             )
         if not config.is_pre_norm:
             raise ValueError(
-                "swiftkv needs norms before the blocks, and this model (as OPT-350m) has them behind: no norm of a "
+                "swiftkv needs norms before the blocks, and this model (as OPT-350m) has them after: no norm of a "
                 "layer can stand for norm_swiftkv"
             )
 
     def num_shared(self, config: "DecoderConfig") -> int:
-        """Layers whose K/V come from below."""
+        """Layers whose keys and values come from a lower layer."""
         return config.num_hidden_layers - self.kv_layers
 
     def num_groups(self, config: "DecoderConfig") -> int:
@@ -64,17 +65,17 @@ class SwiftKVConfig:
 
 @dataclass(frozen=True)
 class TokenizerRules:
-    """What holds for the tokenizer of a family, beside what the files of a folder say."""
+    """What is true of a family's tokenizers beyond what their files say."""
 
     class_name: str = ""
-    """Of transformers, where the files name none."""
+    """The class in transformers, if the files do not name one."""
     is_class_fixed: bool = False
-    """Also where they name another."""
+    """Use that class even if the files name another."""
     is_file_alone: bool = False
-    """tokenizer.json as it is, whatever class the files name."""
+    """Use tokenizer.json as it is, whatever class the files name."""
     is_opt: bool = False
-    """BOS of config.json stands before every text, the vocabulary's first four tokens are special, and vocab.json with
-    merges.txt will do."""
+    """Every text begins with the BOS of config.json, the first four tokens of the vocabulary are special, and instead
+    of a tokenizer.json there may be vocab.json and merges.txt."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +84,22 @@ class DecoderConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    """The class of `transformers` that opens what we save."""
+    """The class in `transformers` that opens what we save."""
     sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
     )  # fmt: skip
-    """Fields that must be positive integers: config.json may come from anywhere."""
+    """Fields that must be positive integers."""
     prefix: ClassVar[str]
-    """Before the Hugging Face names of what follows."""
+    """Prefix of the Hugging Face names below."""
     layer_parts: ClassVar[Parts]
     """Names inside `layers.I.`."""
     model_parts: ClassVar[Parts]
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {}
-    """Keys of config.json by the name of a released model: what benchmarks give random weights to."""
+    """Keys of config.json by the name of a released model; benchmarks give such shapes random weights."""
     ignored_tensors: ClassVar[tuple[str, ...]] = ()
-    """Ends of names that nobody reads."""
+    """Suffixes of tensor names that are ignored."""
     position_offset: ClassVar[int] = 0
-    """Rows of the table of learned positions before that of position 0."""
+    """Rows in the table of learned positions before the one of position 0."""
     tokenizer: ClassVar[TokenizerRules] = TokenizerRules()
 
     vocab_size: int = 0
@@ -111,17 +112,17 @@ class DecoderConfig:
     pad_token_id: int | None = None
     init_std: float = 0.02
     torch_dtype: str = "float32"
-    """Type of the stored weights."""
+    """The type of the stored weights."""
     skip_decode: dict[str, Any] | None = field(default=None, hash=False)
     """The schedule that the checkpoint was tuned for (keys of `decode:` in a job's configuration)."""
     trained_schedules: list[dict[str, Any]] | None = field(default=None, hash=False)
-    """All of its last training, where it says (entries of `train.schedules`)."""
+    """All schedules of its last training, if known (entries of `train.schedules`)."""
     ffn_skip: dict[str, Any] | None = field(default=None, hash=False)
-    """The feed-forward blocks that calibration found to matter least: `layers`, `warmup_tokens`, `num_layers`."""
+    """The feed-forward blocks that matter least, found by calibration: `layers`, `warmup_tokens`, `num_layers`."""
     drafts: dict[str, Any] | None = field(default=None, hash=False)
     """The drafts for lossless decoding that calibration found (`skipdecode.schedules.lossless.StoredDrafts`)."""
     swiftkv: SwiftKVConfig | None = None
-    """The extra projections that the checkpoint has; they run when the prefill asks for them."""
+    """The extra projections of the checkpoint, which run if the prefill asks for them."""
 
     def __post_init__(self) -> None:
         for name in self.sizes:
@@ -134,11 +135,11 @@ class DecoderConfig:
                 f"{self.num_kv_heads}"
             )
 
-    # --- what a layer is made of
+    # --- the layers
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values; several heads of queries may share one (GQA)."""
+        """Heads of keys and values; several query heads may share one (GQA)."""
         return self.num_attention_heads
 
     @property
@@ -147,7 +148,7 @@ class DecoderConfig:
 
     @property
     def ffn_dim(self) -> int:
-        """Width between the products of a feed-forward block."""
+        """Inner width of a feed-forward block."""
         raise NotImplementedError
 
     @property
@@ -169,7 +170,7 @@ class DecoderConfig:
 
     @property
     def is_pre_norm(self) -> bool:
-        """Norms stand before the blocks; else behind the residuals (OPT-350m)."""
+        """Norms come before the blocks; otherwise after the residuals (OPT-350m)."""
         return True
 
     @property
@@ -190,15 +191,15 @@ class DecoderConfig:
 
     @property
     def has_qk_norm(self) -> bool:
-        """Queries and keys of each head go through a norm before they turn (Qwen3)."""
+        """Queries and keys of each head are normed before the rotary embedding (Qwen3)."""
         return False
 
     @property
     def rope(self) -> Rope | None:
-        """None: learned positions, which are added to the embedding."""
+        """Rotary positions; None: learned ones, which are added to the embedding."""
         return None
 
-    # --- what is around the layers
+    # --- embedding and head
 
     @property
     def embed_dim(self) -> int:
@@ -210,7 +211,7 @@ class DecoderConfig:
         """The head is the embedding."""
         return True
 
-    # --- what follows from it
+    # --- derived
 
     @property
     def q_dim(self) -> int:
@@ -222,36 +223,36 @@ class DecoderConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Any of them ends a row."""
+        """The tokens that end a row."""
         return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
 
     @property
     def filler_token_id(self) -> int:
-        """What stands where no token is: a valid id that nobody reads."""
-        pad = self.pad_token_id  # -1 in old checkpoints
+        """A valid token id for padding, which is never attended to."""
+        pad = self.pad_token_id  # -1 in some checkpoints
         return self.eos_token_ids[0] if pad is None or not 0 <= pad < self.vocab_size else pad
 
     def kv_layers(self, prefill: str) -> int | None:
-        """Where a prompt stops under `prefill.method`; None: it runs all layers."""
+        """The number of layers that a prompt runs under `prefill.method`; None: all of them."""
         return self.swiftkv.kv_layers if prefill == "swiftkv" and self.swiftkv is not None else None
 
     @property
     def kv_group_size(self) -> int:
-        """Neighbouring upper layers that share K/V where SwiftKV runs."""
+        """Neighbouring upper layers that share keys and values under SwiftKV."""
         return 1 if self.swiftkv is None else self.swiftkv.group_size
 
     # --- config.json
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:
-        """From the contents of a Hugging Face `config.json` of this family; ValueError names the key at fault."""
+        """Reads the contents of a Hugging Face `config.json` of this family; ValueError names the key at fault."""
         return cls(**cls.read_fields(raw))
 
     @classmethod
     def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """The fields of this class that `raw` gives: what all families have in common, checked."""
+        """The fields of this class that `raw` has, with the checks that all families share."""
         if raw.get("quantization_config"):
-            raise ValueError("quantization_config is set, and this version cannot run it")
+            raise ValueError("quantization_config is set, and quantised weights are not supported")
         known = {name: raw[name] for name in (one.name for one in fields(cls)) if raw.get(name) is not None}
         for one in fields(cls):
             if one.type is bool and one.name in known:

@@ -1,4 +1,4 @@
-"""Rotary positions as a config.json says them, read and written. No torch: how numbers turn is `rope`."""
+"""The rotary positions of a config.json. No torch: they are applied in `skipdecode.backends.rope`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,28 +8,28 @@ ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""By kind of scaling, the keys that it has."""
+"""The keys of each kind of scaling."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: which numbers of a head turn, and how fast."""
+    """Parameters of a rotary position embedding."""
 
     theta: float = 10_000.0
     scaling: Literal["default", "linear", "llama3"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    """With those below: of `llama3`."""
+    """This and the next two: for `llama3` scaling."""
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     share: float = 1.0
-    """Of a head's numbers, the first ones (`partial_rotary_factor`)."""
+    """The share of a head's dimensions, the first ones, that are rotated (`partial_rotary_factor`)."""
 
 
 def read_rope(raw: dict[str, Any], context: int) -> Rope:
-    """From `rope_theta` and `rope_scaling` (with `type` or `rope_type`), or `rope_parameters`, which has all of it.
+    """Reads `rope_theta` and `rope_scaling` (with `type` or `rope_type`), or `rope_parameters`, which has all of it.
 
-    `context`: positions of the model. ValueError names the key at fault, and a scaling that we do not have.
+    `context`: the maximal number of positions. ValueError names the key at fault, or an unsupported scaling.
     """
     found = [_read_rope(raw, key, context) for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
     if len(found) == 2 and found[0] != found[1]:
@@ -42,8 +42,8 @@ def _read_rope(raw: dict[str, Any], key: str, context: int) -> Rope:
     if not isinstance(given, dict):
         raise ValueError(f"{key} is {given!r}, expected a mapping")
     for name, value in given.items():
-        if isinstance(value, dict):  # several kinds of layers, each with rotations of its own
-            raise ValueError(f"{key}.{name} is {value!r}: layers that rotate each in their own way are not supported")
+        if isinstance(value, dict):  # kinds of layers with rotary embeddings of their own
+            raise ValueError(f"{key}.{name} is {value!r}: layers with different rotary embeddings are not supported")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KEYS:
         raise ValueError(f"{key}.rope_type is {kind!r}; supported are {', '.join(ROPE_KEYS)}")
@@ -59,7 +59,7 @@ def _read_rope(raw: dict[str, Any], key: str, context: int) -> Rope:
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """The keys of config.json, as older and newer `transformers` read them."""
+    """The keys of config.json, which `transformers` 4 and 5 read alike."""
     scaling = {name: getattr(rope, name) for name in ROPE_KEYS[rope.scaling]}
     raw: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
     if rope.scaling != "default":

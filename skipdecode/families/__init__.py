@@ -1,7 +1,7 @@
-"""Model families: one file each, which says what its config.json means and how its weights are called.
+"""Model families, one file each: what the keys of a config.json mean, and the names of the weights.
 
-To add one: a subclass of `skipdecode.config.model.DecoderConfig` in a file here, a line in FAMILIES, and a test against
-Hugging Face (docs/contributing.md has the steps).
+To add a family: a subclass of `skipdecode.config.model.DecoderConfig` in a file here, its name in FAMILIES below, and a
+line in `FAMILY_MODELS` of `tests/support/families.py` (docs/contributing.md has the steps).
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
 
 
 def config_of(raw: Any) -> DecoderConfig:
-    """From the contents of a Hugging Face `config.json`; ValueError names the key at fault."""
+    """Reads the contents of a Hugging Face `config.json`; ValueError names the key at fault."""
     if not isinstance(raw, dict):
         raise ValueError(f"expected a mapping, got {type(raw).__name__}")
     family = FAMILIES.get(raw.get("model_type", ""))
@@ -33,7 +33,7 @@ def config_of(raw: Any) -> DecoderConfig:
 
 
 def released(name: str) -> DecoderConfig:
-    """The shape of a released model, e.g. `opt-1.3b` or `llama-3.1-8b`; ValueError names those there are."""
+    """The shape of a released model, such as `opt-1.3b` or `llama-3.1-8b`; ValueError lists the known ones."""
     for family in FAMILIES.values():
         if name in family.released_shapes:
             return family.from_dict({"model_type": family.model_type} | family.released_shapes[name])

@@ -1,7 +1,7 @@
-"""Llama, and what its relatives have of it: rotary positions, RMSNorm, SwiGLU, grouped heads of keys and values.
+"""Llama, the base of most families: rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
-Field names are those of `transformers.LlamaConfig`; defaults, where a config.json leaves a key out, are its too. What
-is not here (short windows, rope scalings) is refused by name. Relatives are subclasses, in files of their own.
+Field names and defaults are those of `transformers.LlamaConfig`. What is not supported (short windows, other rope
+scalings) is refused by name.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class LlamaConfig(DecoderConfig):
     model_parts: ClassVar[Parts] = {"embed_tokens": ("embed_tokens",), "final_norm": ("norm",)}
     ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     rotary_share: ClassVar[float | None] = 1.0
-    """Of a head's numbers that turn, where the family leaves no choice."""
+    """The share of a head's dimensions that are rotated, if the family leaves no choice."""
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {
         "smollm2-135m": {
             "vocab_size": 49152,
@@ -126,7 +126,7 @@ class LlamaConfig(DecoderConfig):
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     num_key_value_heads: int = 0
-    """0: as many as heads of queries."""
+    """0: as many as query heads."""
     head_dim: int = 0
     """0: hidden_size / num_attention_heads."""
     rms_norm_eps: float = 1e-6
@@ -149,7 +149,7 @@ class LlamaConfig(DecoderConfig):
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         super().__post_init__()
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, and rotary positions turn pairs of numbers")
+            raise ValueError(f"head_dim is {self.head_dim}, and rotary positions rotate pairs of numbers")
 
     @property
     def num_kv_heads(self) -> int:
@@ -204,11 +204,11 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def refuse_windows(cls, raw: dict[str, Any]) -> None:
-        """ValueError where a layer would not see the whole context."""
+        """Raises ValueError if a layer would not attend to the whole context."""
 
     @classmethod
     def refuse_short_window(cls, raw: dict[str, Any]) -> None:
-        """ValueError where `sliding_window` is shorter than the context; an absent key is 4096, as in transformers."""
+        """Raises ValueError if `sliding_window` (4096 if absent, as in transformers) is shorter than the context."""
         window, context = raw.get("sliding_window", 4096), raw.get("max_position_embeddings")
         context = cls.max_position_embeddings if context is None else context
         if window is None:
@@ -223,6 +223,6 @@ class LlamaConfig(DecoderConfig):
         raw = super().to_dict() | {"hidden_act": "silu"}
         raw["mlp_bias"] = raw.pop("has_mlp_bias")
         del raw["rope"]
-        if self.rotary_share is None:  # where it may be any, an absent key is not 1
+        if self.rotary_share is None:  # for a family with a choice an absent key does not mean 1
             raw["partial_rotary_factor"] = self.rope.share
         return raw | write_rope(self.rope)

@@ -1,4 +1,4 @@
-"""Mistral: a Llama with heads of keys and values in groups and, in its first version, a sliding window.
+"""Mistral: a Llama with grouped-query attention and, in its first version, a sliding window.
 
 Defaults are those of `transformers.MistralConfig`. Windows shorter than the context are refused (`LlamaConfig`).
 """

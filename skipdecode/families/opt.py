@@ -1,7 +1,7 @@
-"""OPT (Meta, 2022): learned positions, LayerNorm, ReLU, as many heads of keys as of queries, a tied head.
+"""OPT (Meta, 2022): learned positions, LayerNorm, ReLU, multi-head attention, a tied head.
 
-Field names are those of `transformers.OPTConfig`. What OPT has and we do not run (other activations, untied heads) is
-refused by name.
+Field names are those of `transformers.OPTConfig`. What is not supported (other activations, untied heads) is refused by
+name.
 """
 
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ class OPTConfig(DecoderConfig):
     word_embed_proj_dim: int | None = None
     """Width of the embeddings; differs from hidden_size in 350m only. None: hidden_size."""
     do_layer_norm_before: bool = True
-    """False in 350m: norms come after each residual, and there is no last norm."""
+    """False in 350m: norms come after each residual, and there is no final norm."""
     remove_final_layer_norm: bool = False
-    """`_remove_final_layer_norm` in old checkpoints."""
+    """`_remove_final_layer_norm` in config.json."""
     enable_bias: bool = True
     layer_norm_elementwise_affine: bool = True
     bos_token_id: int | None = 2

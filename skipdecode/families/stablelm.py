@@ -1,4 +1,4 @@
-"""StableLM (Stability AI): a Llama with LayerNorm, of whose heads a quarter turns."""
+"""StableLM (Stability AI): a Llama with LayerNorm and rotary positions on a quarter of each head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
