@@ -1,9 +1,8 @@
-"""A model in a GGUF file: its configuration as a config.json, its tensors by their Hugging Face names, dequantised.
+"""Reads a model from a GGUF file: its configuration as a config.json, and its tensors by Hugging Face names.
 
-Llama, Mistral (which is `llama` there), Qwen2 and Qwen3. What a file asks for and we do not have (experts, yarn, types
-without a plain dequantisation) is refused by name. The tokenizer is `skipdecode.checkpoint.gguf_tokenizer`.
-
-Unlike transformers 5, `rope_freqs.weight` counts: it is how a file says that positions are scaled as in Llama 3.
+Supported are Llama, Mistral (`llama` in GGUF), Qwen2 and Qwen3. Anything else (experts, yarn, types without a plain
+dequantisation) is refused by name. Unlike transformers 5 we read `rope_freqs.weight`, by which a file says that
+positions are scaled as in Llama 3. The tokenizer is read by `skipdecode.checkpoint.gguf_tokenizer`.
 """
 
 import math
@@ -50,16 +49,16 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every released model; a file has what follows from them, not the numbers themselves."""
+"""The parameters of every released Llama 3; a file has only the factors that follow from them."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The contents of a Hugging Face config.json; ValueError names the file, and the key at fault."""
+    """The configuration as the contents of a Hugging Face config.json; ValueError names the file and the key."""
     return checked(path, lambda raw: raw)
 
 
 def checked(path: str | Path, use: Callable[[dict[str, Any]], Made]) -> Made:
-    """What `use` makes of the configuration; its ValueError names the file too."""
+    """Calls `use` with the configuration; a ValueError that it raises will name the file, too."""
     header = read_header(path)
     try:
         return use(_config(path, header))
@@ -70,25 +69,25 @@ def checked(path: str | Path, use: Callable[[dict[str, Any]], Made]) -> Made:
 
 
 def shapes(path: str | Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Hugging Face names and shapes of all weights; nothing is dequantised. ValueError for what cannot be."""
+    """Hugging Face names and shapes of all weights, without reading them. ValueError for an unsupported type."""
     for name, info in _weights(path, read_header(path)):
         yield name, info.shape
 
 
 def tensors(path: str | Path) -> Iterator[tuple[str, "Tensor"]]:
-    """Hugging Face names and weights in float32, dequantised one at a time. ValueError for what cannot be."""
-    import torch  # only here: who asks for a configuration has no use for it
+    """Hugging Face names and weights, dequantised to float32 one at a time. ValueError for an unsupported type."""
+    import torch  # only here, since reading a configuration does not need it
 
     header = read_header(path)
     config = read_config(path)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config["model_type"] != "llama":
-        heads = {}  # only Llama's rows lie otherwise
+        heads = {}  # only the rows of Llama are permuted
     weights = list(_weights(path, header))
     data = np.memmap(path, mode="r", dtype=np.uint8)
     for name, info in weights:
         raw = data[info.start : info.start + info.num_bytes].reshape(math.prod(info.shape[:-1]), -1)
-        # errstate: a damaged file may hold infinities, and what they make is the model's own affair
+        # errstate: a damaged file may hold infinities
         with np.errstate(all="ignore"):
             values = dequantize(raw, info.kind).reshape(info.shape)
         if (count := heads.get(info.name.split(".")[-2])) is not None:
@@ -107,7 +106,7 @@ def chat_template(path: str | Path) -> str | None:
 
 
 def _weights(path: str | Path, header: Header) -> Iterator[tuple[str, TensorInfo]]:
-    """Those that a model has, by their Hugging Face names."""
+    """The weights of the model, by Hugging Face name."""
     for info in header.tensors.values():
         if info.name == ROPE_FREQS:
             continue
@@ -119,21 +118,21 @@ def _weights(path: str | Path, header: Header) -> Iterator[tuple[str, TensorInfo
             _, number, part = (*module.split(".", 2), "")[:3]
             name = f"model.layers.{number}.{LAYER_NAMES[part]}" if part in LAYER_NAMES and number.isdecimal() else None
         if name is None or kind not in ("weight", "bias"):
-            raise ValueError(f"{path}: unexpected tensor {info.name!r}; this version has no place for it")
+            raise ValueError(f"{path}: unexpected tensor {info.name!r}; it is not supported")
         yield f"{name}.{kind}", info
 
 
 def _unpermuted(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head as Hugging Face has them: first halves of the pairs that turn, then second halves.
+    """The rows of each head in the order of Hugging Face, where rotated pairs are half a head apart.
 
-    llama.cpp stores the halves of a pair next to each other.
+    llama.cpp stores the two rows of a pair next to each other.
     """
     pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 class _Fields:
-    """Metadata of the architecture; ValueError names keys that are missing or no number."""
+    """The metadata of the architecture; ValueError names keys that are missing or no numbers."""
 
     def __init__(self, header: Header) -> None:
         self.arch = header.metadata.get("general.architecture")
@@ -161,7 +160,7 @@ def _config(path: str | Path, header: Header) -> dict[str, Any]:
     fields, metadata, names = _Fields(header), header.metadata, header.tensors
     arch = str(fields.arch)
     if fields.get("expert_count", 0):
-        raise ValueError(f"{arch}.expert_count is {fields.get('expert_count')}, and this version has no experts")
+        raise ValueError(f"{arch}.expert_count is {fields.get('expert_count')}, and experts are not supported")
     config: dict[str, Any] = {"architectures": [ARCHITECTURES[arch]], "model_type": arch}
     config |= {ours: fields.count(theirs) for theirs, ours in SIZES.items()}
     config["num_key_value_heads"] = fields.count("attention.head_count_kv", config["num_attention_heads"])
@@ -177,7 +176,7 @@ def _config(path: str | Path, header: Header) -> dict[str, Any]:
         raise ValueError("there is no tensor 'token_embd.weight'")
     config["vocab_size"] = names["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in names
-    if arch != "qwen2":  # Qwen2 always has these biases, and says nothing of it
+    if arch != "qwen2":  # Qwen2 always has these biases, and has no key for them
         config["attention_bias"] = "blk.0.attn_q.bias" in names
     if arch == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in names
@@ -185,7 +184,7 @@ def _config(path: str | Path, header: Header) -> dict[str, Any]:
 
 
 def _head_dim(fields: _Fields, config: Mapping[str, Any]) -> int:
-    """Of the file, or what transformers takes where it says nothing."""
+    """The head dimension that the file names, or the default of transformers."""
     turning = fields.get("rope.dimension_count")
     fallback = turning or config["hidden_size"] // config["num_attention_heads"]
     dim = fields.count("attention.key_length", fallback)
@@ -193,7 +192,7 @@ def _head_dim(fields: _Fields, config: Mapping[str, Any]) -> int:
         raise ValueError(f"{fields.arch}.attention.value_length is not {fields.arch}.attention.key_length ({dim})")
     if turning is not None and turning != dim:
         raise ValueError(
-            f"{fields.arch}.rope.dimension_count is {turning}; this version turns all {dim} numbers of a head"
+            f"{fields.arch}.rope.dimension_count is {turning}; only rotating all {dim} dimensions is supported"
         )
     return dim
 
@@ -203,7 +202,7 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     key = "rope.scale_linear" if fields.get("rope.scaling.factor") is None else "rope.scaling.factor"
     factor = fields.number(key) if fields.get(key) else 1.0
-    kind = fields.get("rope.scaling.type", "linear")  # as llama.cpp, where the key is absent
+    kind = fields.get("rope.scaling.type", "linear")  # the default of llama.cpp
     if kind not in ("none", "linear") or fields.get("rope.scaling.attn_factor", 1.0) != 1.0:
         raise ValueError(f"{fields.arch}.rope.scaling.type is {kind!r}; supported are 'none' and 'linear'")
     linear = {"rope_type": "linear", "factor": _shortest(factor)} if kind == "linear" and factor != 1.0 else None
@@ -217,7 +216,7 @@ def _rope_scaling(
 
 
 def _llama3(found: np.ndarray, fields: _Fields, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The scaling whose factors the file has, one for each pair of numbers that turns; None where all are 1."""
+    """The scaling that yields the file's factors, one per rotated pair; None if all are 1."""
     if (found == 1).all():
         return None
     given = fields.get("rope.scaling.original_context_length", LLAMA3["original_max_position_embeddings"])
@@ -232,7 +231,7 @@ def _llama3(found: np.ndarray, fields: _Fields, config: Mapping[str, Any]) -> di
 
 
 def _llama3_factors(theta: float, head_dim: int, scaling: Mapping[str, Any]) -> list[float]:
-    """What each pair's wavelength grows by (convert_hf_to_gguf.py, generate_extra_tensors)."""
+    """The factors by which the wavelengths of pairs grow (convert_hf_to_gguf.py, generate_extra_tensors)."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     factors = []
     for pair in range(0, head_dim, 2):
@@ -243,9 +242,9 @@ def _llama3_factors(theta: float, head_dim: int, scaling: Mapping[str, Any]) -> 
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """BOS, padding, and what ends a text: EOS, and the end of a turn or of a message where the file names them.
+    """BOS, padding, and the tokens that end a text: EOS, and the end of a turn or message if the file names them.
 
-    llama.cpp also looks for tokens by their text; transformers takes EOS alone.
+    llama.cpp also finds such tokens by their text; transformers takes only EOS.
     """
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding", "eos", "eot", "eom")}
     ends = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
@@ -259,5 +258,5 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """The shortest number that is the same in float32, as which files hold it: 1e-05, not 9.999999747378752e-06."""
+    """The shortest decimal with the same float32 value: 1e-05, not 9.999999747378752e-06."""
     return float(np.format_float_positional(np.float32(value), unique=True))

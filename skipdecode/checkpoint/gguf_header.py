@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie. Nothing of the tensors is read, no torch.
+"""Reads the header of a GGUF file: its metadata, and the locations of its tensors. No torch.
 
-Files may come from anywhere. Every length is checked against the size of the file before anything is read or made, so
-that a truncated or foreign file is one ValueError that names it, whatever its bytes say.
+Every length is checked against the size of the file before it is used, so that a truncated or foreign file is a
+ValueError that names it.
 """
 
 import math
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # else where a file is read: every task of Ray that reads prompts imports this module
+if TYPE_CHECKING:  # otherwise imported when a file is read, since every task that reads prompts imports this module
     from gguf.constants import GGMLQuantizationType
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type of a value -> its `struct` format; u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64."""
+"""The `struct` format of each type of value: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64."""
 MAX_DIMS = 4  # GGML_MAX_DIMS
 
 
@@ -26,10 +26,10 @@ MAX_DIMS = 4  # GGML_MAX_DIMS
 class TensorInfo:
     name: str
     shape: tuple[int, ...]
-    """Rows first, as torch has it."""
+    """Rows first, as in torch."""
     kind: "GGMLQuantizationType"
     start: int
-    """Bytes from the beginning of the file."""
+    """Offset from the beginning of the file."""
     num_bytes: int
 
 
@@ -38,11 +38,11 @@ class Header:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     num_bytes: int
-    """What it takes of the file; tensors follow."""
+    """Size of the header; the tensors follow."""
 
 
 def read_header(path: str | Path) -> Header:
-    """ValueError names the file and what is wrong with it."""
+    """Reads the header; ValueError names the file and what is wrong with it."""
     try:
         with Path(path).open("rb") as file:
             if file.seek(0, 2) == 0:
@@ -54,14 +54,14 @@ def read_header(path: str | Path) -> Header:
 
 
 class _Cursor:
-    """Reads values one after another; ValueError where the file ends before they do."""
+    """Reads values one after another; ValueError if the file ends too early."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.size = data, 0, len(data)
 
     def need(self, count: int) -> None:
         if count > self.size - self.at:
-            raise ValueError(f"it is truncated, or damaged: {count} bytes are to follow byte {self.at} of {self.size}")
+            raise ValueError(f"it is truncated, or damaged: {count} bytes should follow byte {self.at} of {self.size}")
 
     def take(self, kinds: str) -> tuple[Any, ...]:
         width = struct.calcsize("<" + kinds)
@@ -88,7 +88,7 @@ class _Cursor:
             raise ValueError(f"it is damaged: there is no type {kind} of values, before byte {self.at}")
         inner, count = self.take("IQ")
         if inner == STRING:
-            self.need(8 * count)  # a text takes as many bytes at least
+            self.need(8 * count)  # every text takes at least as many bytes
             return [self.text() for _ in range(count)]
         if inner not in SCALARS:
             raise ValueError(f"arrays of type {inner} are not supported, before byte {self.at}")

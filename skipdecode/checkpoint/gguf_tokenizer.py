@@ -1,10 +1,10 @@
-"""The tokenizer of a GGUF file, from its metadata: what llama.cpp makes of it, by the means of `tokenizers`.
+"""Builds the tokenizer of a GGUF file from its metadata, to the same tokens as llama.cpp.
 
-Two kinds: `gpt2` (byte-level BPE; `tokenizer.ggml.pre` says how text is cut into words) and `llama` (SentencePiece: BPE
-whose merges follow from scores). As in llama.cpp, text is not normalised, and where the file does not say whether BOS
-is put in front, its kind does. transformers 5 reads such files alike but for: `smollm` (it forgets to cut digits
-apart), `tokenizer.ggml.add_space_prefix`, BOS of Llama 3 files without `add_bos_token`, and control tokens that are
-not written in the byte alphabet.
+There are two kinds: `gpt2` (byte-level BPE, where `tokenizer.ggml.pre` names the pre-tokenizer) and `llama`
+(SentencePiece, BPE whose merges follow from scores). As in llama.cpp, text is not normalised, and if the file does not
+say whether BOS comes first, its kind decides. transformers 5 differs in `smollm` (it does not split digits),
+`tokenizer.ggml.add_space_prefix`, BOS of Llama 3 files without `add_bos_token`, and control tokens that are not written
+in the byte alphabet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 class Cut(NamedTuple):
-    """How text is cut into words before merges apply."""
+    """How text is split into words before merges apply."""
 
     pattern: str | None
-    """None: that of GPT-2."""
+    """None: the pattern of GPT-2."""
     has_bos: bool = False
-    """Where the file does not say."""
+    """Put BOS first if the file does not say."""
     ignores_merges: bool = False
-    """A word that is a token is that token, whatever its merges."""
-    cuts_digits: bool = False
+    """A word that is in the vocabulary is one token, whatever the merges are."""
+    splits_digits: bool = False
 
 
 _LLAMA3 = Cut(_WORDS + r"\p{N}{1,3}" + _END, has_bos=True, ignores_merges=True)
@@ -48,13 +48,13 @@ CUTS: dict[str, Cut] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
     "gpt-2": Cut(None),
-    "smollm": Cut(None, cuts_digits=True),
+    "smollm": Cut(None, splits_digits=True),
 }
 """By `tokenizer.ggml.pre` (llama.cpp, src/llama-vocab.cpp)."""
 
 
 def tokenizer(path: str | Path) -> Tokenizer:
-    """ValueError names the file, and the key at fault."""
+    """The tokenizer of a file; ValueError names the file and the key at fault."""
     metadata = read_header(path).metadata
     try:
         return _build(metadata)
@@ -89,7 +89,7 @@ def _build(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether BOS goes in front where the file does not say."""
+    """The tokenizer, and whether BOS comes first if the file does not say."""
     name = metadata.get("tokenizer.ggml.pre")
     cut = CUTS.get(name) if isinstance(name, str) else None
     if cut is None:
@@ -100,7 +100,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
     alphabet = set(spelling)
 
     def spelled(token: str, kind: int) -> str:
-        """In the alphabet of bytes; some files write tokens in plain text."""
+        """The token in the byte alphabet, since some files write tokens in plain text."""
         if kind in (CONTROL, USER_DEFINED) or alphabet.issuperset(token):
             return token
         return "".join(spelling[byte] for byte in token.encode("utf-8"))
@@ -109,7 +109,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignores_merges))
     parts: list[pre_tokenizers.PreTokenizer] = []
-    if cut.cuts_digits:
+    if cut.splits_digits:
         parts.append(pre_tokenizers.Digits(individual_digits=True))
     if cut.pattern is not None:
         parts.append(pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
@@ -120,7 +120,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
 
 
 def _byte_spelling() -> list[str]:
-    """Byte -> the character that byte-level vocabularies write it as (GPT-2's `bytes_to_unicode`)."""
+    """The characters that byte-level vocabularies write bytes as (GPT-2's `bytes_to_unicode`)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
@@ -145,7 +145,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
 
 
 def merges_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merges that make each token of two others, best score first; ties as transformers' converter has them."""
+    """All merges of two tokens to a third, best score first, with ties as in transformers' converter."""
     found = []
     for token, score in scores.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -156,7 +156,7 @@ def merges_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tup
 
 
 def _add_tokens(made: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Control tokens and those with a name are special; user-defined ones are whole wherever they are written."""
+    """Adds control and named tokens as special ones, and user-defined tokens, which are never split."""
     named = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in NAMED}
     for number, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         is_special = kind == CONTROL or number in named
@@ -165,7 +165,7 @@ def _add_tokens(made: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[s
 
 
 def _token(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> str:
-    """The text of BOS or EOS; empty where there is none."""
+    """The text of BOS or EOS; empty if there is none."""
     number = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if number is None:
         return ""

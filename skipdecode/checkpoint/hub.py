@@ -1,7 +1,4 @@
-"""Where a model lies: a folder or a GGUF file here, or a hub id. Without torch.
-
-What is in it is `families` and `weights`.
-"""
+"""Finds the files of a model: a local folder, a GGUF file, or a hub id, which is downloaded. No torch."""
 
 import re
 from pathlib import Path
@@ -10,9 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
 
-DEMO = "models/opt-e2e"  # of this repository, and of no hub
+DEMO = "models/opt-e2e"  # in this repository, and on no hub
 PINNED = re.compile(r"([^/@]+/[^/@]+)@([0-9a-f]{40})")
-"""A hub id with a revision. Alone it is what the hub says today, on each node by itself."""
+"""A hub id with a revision. Without one, every node would take whatever the hub has at that moment."""
 HUB_FILES = [
     "config.json",
     "generation_config.json",  # which tokens end a text
@@ -28,8 +25,9 @@ HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 
 def resolve_source(source: str, key: str = "model.source") -> Path:
-    """The local folder (or `.gguf` file) of a model: `source` itself, or a snapshot of that hub id (downloaded once,
-    then cached), of the revision where it is `pin`ned. `key` is what an error blames.
+    """The local folder (or `.gguf` file) of a model: `source` itself, or the snapshot of that hub id.
+
+    A snapshot is downloaded once, and of the revision if the id is `pin`ned. ValueError blames `key`.
     """
     if not source:
         raise ValueError(f"{key}: must be a folder, a hub id or a .gguf file, got ''")
@@ -59,13 +57,13 @@ def resolve_source(source: str, key: str = "model.source") -> Path:
 
 
 def pin(source: str, folder: Path) -> str:
-    """The hub id `source` with the revision of its snapshot `folder`; as it is where that is none of the cache's."""
+    """The hub id `source` with the revision of its snapshot `folder`; unchanged if `folder` is no snapshot."""
     pinned = f"{source}@{folder.name}"
     return pinned if folder.parent.name == "snapshots" and PINNED.fullmatch(pinned) else source
 
 
 def pin_path(hub: "HfFileSystem", path: str) -> str:
-    """A path of the hub's file system (`datasets/name/corpus@branch/data`) with the commit that it stands for now."""
+    """A path in the hub's file system (`datasets/name/corpus@branch/data`) with its current commit as the revision."""
     from huggingface_hub import HfApi, constants
 
     place = hub.resolve_path(path)

@@ -1,8 +1,8 @@
-"""LoRA adapters in PEFT's layout (arXiv 2106.09685): read, checked against a model, merged into its weights.
+"""Reads LoRA adapters in PEFT's layout (arXiv 2106.09685), checks them against a model and merges them.
 
-W + scale * B A, in float32. What is not plain LoRA on linear layers (DoRA, embeddings, biases, whole modules beside it)
-is refused by the key of `adapter_config.json`, never ignored. Which modules an adapter changes is what PEFT makes of
-`target_modules`; its tensors must be theirs, no more and no fewer. Training one is `skipdecode.training.lora`.
+The merged weight is W + scale * B A, in float32. Anything but plain LoRA on linear layers (DoRA, embeddings, biases,
+whole modules) is refused by its key in `adapter_config.json`, never ignored. `target_modules` are read as PEFT reads
+them, and the tensors must be exactly those of these modules. Adapters are trained in `skipdecode.training.lora`.
 """
 
 import math
@@ -19,29 +19,29 @@ from torch import Tensor
 
 from skipdecode.config.json_files import read_json
 
-KEY = "model.adapter"  # what an error blames
+KEY = "model.adapter"  # the key that errors blame
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 PLAIN = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_dora": False, "lora_bias": False}
-"""Keys that must be so (or absent, but for the first)."""
+"""Keys that must have these values, or be absent except for the first."""
 INERT = frozenset(
     "auto_mapping base_model_name_or_path eva_config inference_mode loftq_config lora_dropout megatron_core "
     "peft_version qalora_group_size revision runtime_config".split()
 )
-"""Keys that say nothing of what the adapter does to the weights it is merged into."""
+"""Keys that do not affect the merged weights."""
 READ = frozenset(
     "alpha_pattern exclude_modules init_lora_weights layers_pattern layers_to_transform lora_alpha r rank_pattern "
     "target_modules task_type use_rslora".split()
 )
 KEEPING_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""`init_lora_weights` that leave the weights beneath as they are; others (PiSSA, OLoRA, LoftQ) take something off."""
+"""Values of `init_lora_weights` that do not change the base weights, as PiSSA, OLoRA and LoftQ do."""
 
 
 @dataclass(frozen=True)
 class LoraKeys:
-    """What `adapter_config.json` says, by its own names."""
+    """The contents of `adapter_config.json`, by its own names."""
 
     r: int
     lora_alpha: float
@@ -55,7 +55,7 @@ class LoraKeys:
 
     @classmethod
     def from_dict(cls, raw: Any) -> "LoraKeys":
-        """ValueError names the key that is wrong, or that asks for what is not supported."""
+        """Checks the contents; ValueError names a key that is wrong or unsupported."""
         if not isinstance(raw, dict):
             raise ValueError(f"expected a mapping, got {type(raw).__name__}")
         _refuse_unsupported(raw)
@@ -73,12 +73,12 @@ class LoraKeys:
         )
 
     def changes(self, module: str) -> bool:
-        """Whether PEFT puts LoRA on the module of that (whole) name."""
+        """True if PEFT would add LoRA to the module with that full name."""
         if self.exclude_modules and _is_named(module, self.exclude_modules):
             return False
         if not _is_named(module, self.target_modules):
             return False
-        if not self.layers_to_transform or module in self.target_modules:  # a whole name says its layer
+        if not self.layers_to_transform or module in self.target_modules:  # a full name has its layer
             return True
         patterns = [rf"(?:^|.*?\.){one}\.(\d+)\." for one in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         found = next(filter(None, (re.match(pattern, module) for pattern in patterns)), None)
@@ -88,7 +88,7 @@ class LoraKeys:
         return int(_matching(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """alpha / r, or alpha / sqrt(r) of a rank-stabilised adapter (arXiv 2312.03732)."""
+        """alpha / r, or alpha / sqrt(r) for a rank-stabilised adapter (arXiv 2312.03732)."""
         rank = self.rank(module)
         alpha = float(_matching(self.alpha_pattern, module, self.lora_alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -96,23 +96,23 @@ class LoraKeys:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that was found to fit a model."""
+    """An adapter that fits a model."""
 
     folder: Path
     keys: LoraKeys
     modules: frozenset[str]
-    """That it changes, by their Hugging Face names."""
+    """The modules that it changes, by Hugging Face name."""
 
     def merged(self, module: str, weight: Tensor) -> Tensor:
-        """A weight [out, in] of that module with the adapter in it, in float32; as it is where it is left alone."""
-        if module not in self.modules or weight.dim() != 2:  # its bias stays
+        """A weight [out, in] of that module with the adapter merged, in float32; unchanged if it has no adapter."""
+        if module not in self.modules or weight.dim() != 2:  # biases stay as they are
             return weight
         a, b = self.matrices(module)
         merged: Tensor = weight.float() + self.keys.scale(module) * (b @ a)
         return merged
 
     def matrices(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [out, r] of a module that it changes, in float32."""
+        """A [r, in] and B [out, r] of a module, in float32."""
         a, b = (self._file.get_tensor(tensor_name(module, which)).float() for which in "AB")
         return a, b
 
@@ -122,10 +122,10 @@ class Adapter:
 
 
 def resolve_adapter(path: str, key: str = KEY) -> Path:
-    """The folder of an adapter; ValueError blames `key`."""
+    """The folder of an adapter; ValueError blames `key` if it is none."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"{key}: {path!r} is not a folder; an adapter of the hub is to be downloaded first")
+        raise ValueError(f"{key}: {path!r} is not a folder; download an adapter of the hub first")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{key}: {path} has no {name}, which a LoRA adapter saved by PEFT has")
@@ -135,8 +135,10 @@ def resolve_adapter(path: str, key: str = KEY) -> Path:
 def open_adapter(
     path: str | Path, linears: Mapping[str, tuple[int, ...]], embeddings: Sequence[str], *, key: str = KEY
 ) -> Adapter:
-    """Reads configuration and shapes. `linears`: names and shapes [out, in] of the model's linear layers, by which
-    tensors must come; `embeddings`: names of those. ValueError, which blames `key`, where the two do not fit."""
+    """Reads an adapter and checks it against a model; ValueError blames `key` if they do not fit.
+
+    `linears`: names and shapes [out, in] of the model's linear layers; `embeddings`: names of its embeddings.
+    """
     folder = resolve_adapter(str(path), key)
     try:
         keys = LoraKeys.from_dict(read_json(folder / CONFIG_FILE))
@@ -159,12 +161,12 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"task_type is {raw['task_type']!r}; only 'CAUSAL_LM' is supported")
     if raw.get("init_lora_weights") not in KEEPING_BASE:
         raise ValueError(
-            f"init_lora_weights is {raw['init_lora_weights']!r}, which changes the weights beneath it; convert it with "
+            f"init_lora_weights is {raw['init_lora_weights']!r}, which changes the base weights; convert it with "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     for name, value in raw.items():  # e.g. modules_to_save, trainable_token_indices, target_parameters
         if name not in INERT and name not in READ and name not in PLAIN and value not in (None, False, "", [], {}):
-            raise ValueError(f"{name} is {value!r}, and this version cannot merge such an adapter; only plain LoRA")
+            raise ValueError(f"{name} is {value!r}, and only plain LoRA is supported")
 
 
 def _changed(keys: LoraKeys, linears: Mapping[str, tuple[int, ...]], embeddings: Sequence[str]) -> list[str]:
@@ -188,7 +190,7 @@ def _check_tensors(
     found: Mapping[str, tuple[int, ...]],
     linears: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """ValueError where the tensors are not A and B of exactly these modules."""
+    """Raises ValueError unless the tensors are A and B of exactly these modules."""
     left = dict(found)
     for module in modules:
         rank, (rows, columns) = keys.rank(module), linears[module]
@@ -211,7 +213,7 @@ def _check_tensors(
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """ValueError names a tensor with NaN or infinity, as a training that diverged leaves them."""
+    """The shapes of all tensors; ValueError names one with NaN or infinity, from a training that diverged."""
     try:
         tensors = load_file(path)
     except Exception as error:  # a kind of safetensors' own
@@ -222,19 +224,19 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_name(module: str, which: str) -> str:
-    """Of `which`, A or B, of a module."""
+    """The name of the tensor A or B (`which`) of a module."""
     return f"base_model.model.{module}.lora_{which}.weight"
 
 
 def _is_named(module: str, names: str | Sequence[str]) -> bool:
-    """By an expression for all of its name, or by an item of a list that is its name or the end of it."""
+    """True if a regular expression matches the full name, or a list has the name or its last parts."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches the end of the module's name from a dot on."""
+    """The value of the first pattern that matches the last parts of the module's name."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
 
 

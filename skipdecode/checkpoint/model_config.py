@@ -9,10 +9,9 @@ from skipdecode.families import config_of
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """Of a Hugging Face folder: config.json, and what generation_config.json says of the end of a text. Of a GGUF file:
-    its metadata.
+    """Reads the config.json of a Hugging Face folder (and EOS of its generation_config.json), or a GGUF file.
 
-    ValueError when config.json is absent or asks for what we do not have.
+    Raises ValueError if config.json is missing or asks for something unsupported.
     """
     if Path(folder).is_file():
         from skipdecode.checkpoint import gguf_file  # imports numpy, which a head node need not have

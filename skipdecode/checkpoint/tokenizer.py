@@ -1,8 +1,8 @@
-"""Text to token lists and back, with the files of a model folder. No truncation and no padding happen here.
+"""Texts to tokens and back, by the tokenizer of a checkpoint. Does not truncate or pad.
 
-OPT: BOS is put in front from the checkpoint's config, whatever the files say, and an empty prompt is BOS alone. Other
-models: special tokens are put around a text as Hugging Face's `AutoTokenizer` does it (`tokenizer_files`), and where
-there is none an empty prompt has no tokens. Special tokens never appear in decoded text.
+For OPT the BOS of the config comes first whatever the tokenizer's files say, so that an empty prompt is BOS alone.
+Other models add special tokens as Hugging Face's `AutoTokenizer` does (`tokenizer_files`), and an empty prompt may have
+no tokens. Special tokens never appear in decoded text.
 """
 
 import json
@@ -10,39 +10,25 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer_files import eos_token, load_folder, load_opt_folder
+from skipdecode.config.model import DecoderConfig
 from skipdecode.detokenizer import TextDecoder
 from skipdecode.families import FAMILIES
 
-SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0..3 in every OPT vocabulary
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of SentencePiece vocabularies
-
-
-class TokenizerConfig(Protocol):
-    """What a tokenizer asks of a model's configuration."""
-
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def pad_token_id(self) -> int | None: ...
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0 to 3 in every OPT vocabulary
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # in SentencePiece vocabularies
 
 
 class Tokenizer:
-    """`encode` and `decode` in batches; safe to build once per worker. ValueError where the files do not fit."""
+    """Encodes and decodes. Raises ValueError if the files do not fit the model."""
 
-    def __init__(self, source: str | Path, config: TokenizerConfig) -> None:
+    def __init__(self, source: str | Path, config: DecoderConfig) -> None:
         folder = resolve_source(str(source))
         self._rules = FAMILIES[config.model_type].tokenizer
         try:
@@ -56,20 +42,20 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._special = self._special_ids(config, vocabulary)
         self.max_token_chars = max(map(len, vocabulary), default=1)
-        """No token stands for more characters of text: a character takes one or more of the vocabulary's."""
+        """An upper bound on the characters of text that one token stands for."""
         if max(vocabulary.values(), default=-1) >= config.vocab_size:
             raise ValueError(
                 f"{folder}: the tokenizer has token ids up to {max(vocabulary.values())}, "
                 f"the model only {config.vocab_size} tokens"
             )
         self.front: tuple[int, ...] = self._front(config)
-        """What `encode` puts before a text: BOS, or nothing."""
+        """What `encode` puts before a text: BOS or nothing."""
         self.end = self._end(folder, config, vocabulary)
-        """What stands behind a whole answer: the tokenizer's own EOS, where the model ends at several."""
+        """The token that ends a complete answer: the tokenizer's own EOS if the model has several."""
         self.decode = self._decoder(vocabulary)
-        """Tokens -> text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Decodes tokens without the special ones; bytes that are no valid UTF-8 become U+FFFD."""
 
-    def _load(self, folder: Path, config: TokenizerConfig) -> tokenizers.Tokenizer:
+    def _load(self, folder: Path, config: DecoderConfig) -> tokenizers.Tokenizer:
         if folder.is_file():
             from skipdecode.checkpoint import gguf_tokenizer  # only a GGUF file needs it
 
@@ -78,7 +64,7 @@ class Tokenizer:
             return load_opt_folder(folder)
         return load_folder(folder, config.vocab_size, is_file_alone=self._rules.is_file_alone)
 
-    def _special_ids(self, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> set[int]:
+    def _special_ids(self, config: DecoderConfig, vocabulary: Mapping[str, int]) -> set[int]:
         special = {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         special |= set(config.eos_token_ids)
         if self._rules.is_opt:
@@ -87,26 +73,26 @@ class Tokenizer:
             special |= {vocabulary[token] for token in SPECIAL_TOKENS if token in vocabulary}
         return special
 
-    def _front(self, config: TokenizerConfig) -> tuple[int, ...]:
+    def _front(self, config: DecoderConfig) -> tuple[int, ...]:
         if self._rules.is_opt:
             return () if config.bos_token_id is None else (config.bos_token_id,)
         (bare,), (dressed,) = (self._ids(["a"], add_special_tokens=add) for add in (False, True))
         at = next((n for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), 0)
         return tuple(dressed[:at])
 
-    def _end(self, folder: Path, config: TokenizerConfig, vocabulary: Mapping[str, int]) -> int:
+    def _end(self, folder: Path, config: DecoderConfig, vocabulary: Mapping[str, int]) -> int:
         ends = config.eos_token_ids
         named = vocabulary.get(eos_token(folder)) if len(ends) > 1 and folder.is_dir() else None
         return named if named in ends else ends[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """One token list per text, with the special tokens of the model around it; empty where there are none."""
+        """One list of tokens per text, including the special tokens of the model."""
         if self._rules.is_opt:
             return [[*self.front, *ids] for ids in self.encode_rendered(texts)]
         return self._ids(texts, add_special_tokens=True)
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Adds no special tokens, and reads those that are written in the text: for what a chat template has made."""
+        """Adds no special tokens, but parses those written in the text, as a rendered chat template has them."""
         return self._ids(texts, add_special_tokens=False)
 
     def _ids(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -132,7 +118,7 @@ class Tokenizer:
         return TextDecoder(self._text, self._behind(self._anchor(vocabulary, byte_tokens)), byte_tokens)
 
     def _anchor(self, vocabulary: Mapping[str, int], byte_tokens: Mapping[int, int]) -> int | None:
-        """A token with text of its own, which others can stand behind."""
+        """A token with text, after which other tokens can be decoded."""
         numbers = sorted(set(vocabulary.values()) - byte_tokens.keys())
         return next((number for number in numbers if self._text([number]).strip()), None)
 
@@ -144,7 +130,7 @@ class Tokenizer:
 
 
 def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
-    """The parts of a decoder."""
+    """The types of the parts of a decoder."""
     if decoder["type"] == "Sequence":
         for part in decoder["decoders"]:
             yield from _kinds(part)
@@ -154,7 +140,7 @@ def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """A panic in the Rust library is a BaseException by intent; here it is one row's error, not the worker's end."""
+    """Makes a panic of the Rust library, a BaseException by design, an error of one row."""
     try:
         yield
     except BaseException as error:

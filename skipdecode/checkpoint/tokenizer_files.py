@@ -1,10 +1,10 @@
-"""A tokenizer from the files of a model folder, as transformers' `AutoTokenizer` makes it of them.
+"""Builds a tokenizer from the files of a model folder, as transformers' `AutoTokenizer` does.
 
-`tokenizer.json` says nearly everything. `tokenizer_config.json` adds special tokens, and where its class is
-LlamaTokenizer, `legacy` and `add_prefix_space` say how spaces are written (transformers 5 builds that class anew, from
-the vocabulary and the post-processor of tokenizer.json). `add_bos_token` and `add_eos_token` say nothing beside a
-tokenizer.json: its post-processor does. Unlike transformers 5 we keep the rest of a tokenizer.json whose class is
-GPT2Tokenizer or Qwen2Tokenizer: what splits its words is what the model was trained with.
+`tokenizer.json` holds nearly everything. `tokenizer_config.json` adds special tokens, and for LlamaTokenizer `legacy`
+and `add_prefix_space` say how spaces are written (transformers 5 rebuilds that class from the vocabulary and the
+post-processor of tokenizer.json). `add_bos_token` and `add_eos_token` have no effect beside a tokenizer.json, whose
+post-processor decides. Unlike transformers 5 we keep the pre-tokenizer of a GPT2Tokenizer or Qwen2Tokenizer, since it
+is what the model was trained with.
 """
 
 import json
@@ -18,14 +18,14 @@ from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 from skipdecode.config.json_files import read_mapping
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # what LlamaTokenizer takes for granted
+LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # the defaults of LlamaTokenizer
 
 
 def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokenizer:
-    """Of a folder with tokenizer.json; ValueError names what is wrong, or what to do where there is none.
+    """The tokenizer of a folder with a tokenizer.json; ValueError says what is wrong, or what to do if there is none.
 
-    Tokens that only tokenizer_config.json has, and that a model with `vocab_size` cannot take, are left out.
-    `is_file_alone`: of the family (`TokenizerRules`).
+    Tokens that are only in tokenizer_config.json and exceed the model's `vocab_size` are left out. `is_file_alone` is
+    that of `TokenizerRules`.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -33,7 +33,7 @@ def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokeni
     settings = read_mapping(folder / "tokenizer_config.json")
     text = path.read_text(encoding="utf-8")
     kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class") or ""
-    # what is byte-level is no LlamaTokenizer, whatever it says
+    # a byte-level tokenizer is no LlamaTokenizer, even if the files say so
     is_llama = str(kind).removesuffix("Fast") == "LlamaTokenizer" and not is_file_alone
     raw = json.loads(text) if is_llama and '"ByteLevel"' not in text else {}
     if raw.get("model", {}).get("type") == "BPE":
@@ -51,7 +51,7 @@ def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokeni
 
 
 def load_opt_folder(folder: Path) -> Tokenizer:
-    """As the released OPT repositories have it: tokenizer.json, or vocab.json and merges.txt."""
+    """The tokenizer of an OPT folder with tokenizer.json, or with vocab.json and merges.txt as the released ones."""
     if (folder / "tokenizer.json").is_file():
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
@@ -65,7 +65,7 @@ def load_opt_folder(folder: Path) -> Tokenizer:
 
 
 def eos_token(folder: Path) -> str:
-    """As the files name it; empty where they do not."""
+    """The EOS token that the files name, or an empty text."""
     names = ("tokenizer_config.json", "special_tokens_map.json")
     found = (read_mapping(folder / name).get("eos_token") for name in names)
     return next(filter(None, map(content_of, found)), "")
@@ -83,7 +83,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer.json with the parts that `transformers.LlamaTokenizer` brings of its own."""
+    """tokenizer.json with the parts replaced that `transformers.LlamaTokenizer` sets itself."""
     has_prefix = settings.get("add_prefix_space") is not False
     scheme = ("always" if settings.get("legacy") else "first") if has_prefix else "never"
     model = {"fuse_unk": True, "byte_fallback": True, "unk_token": None, "dropout": None, "ignore_merges": False}
@@ -103,7 +103,7 @@ def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], vocab_size: int) -> None:
-    """The tokens that the settings name and tokenizer.json does not, with their numbers where they have some."""
+    """Adds the tokens that the settings name and tokenizer.json does not have."""
     named = [content_of(settings[key]) for key in settings if key in NAMED_TOKENS or key.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         extra = settings.get(key) or []
@@ -126,7 +126,7 @@ def _add(tokenizer: Tokenizer, token: AddedToken, vocab_size: int) -> None:
 
 
 def _listed(settings: dict[str, Any]) -> Iterator[tuple[int, AddedToken]]:
-    """`added_tokens_decoder`, in the order of its numbers."""
+    """The tokens of `added_tokens_decoder`, in the order of their ids."""
     listed = settings.get("added_tokens_decoder") or {}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for number in sorted(listed, key=int):
@@ -135,6 +135,6 @@ def _listed(settings: dict[str, Any]) -> Iterator[tuple[int, AddedToken]]:
 
 
 def content_of(token: Any) -> str:
-    """Of a token that is written as its text, or as a mapping with its flags; empty for what is neither."""
+    """The text of a token given as a text or as a mapping with flags; empty for anything else."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else ""

@@ -1,8 +1,7 @@
-"""Weights: Hugging Face folders (and hub ids) in, and folders that `AutoModelForCausalLM.from_pretrained` opens out.
+"""Loads weights, and saves models as folders that `AutoModelForCausalLM.from_pretrained` opens.
 
-Reads safetensors (single or sharded), `pytorch_model.bin` (single or sharded) and GGUF files, whose blocks are
-dequantised; no other quantised formats. A missing, unexpected or misshapen tensor is an error that names it; nothing is
-initialised silently.
+Reads safetensors and `pytorch_model.bin` (single or sharded), and GGUF files, which are dequantised; no other quantised
+formats. A missing, unexpected or misshapen tensor is an error that names it; nothing is initialised silently.
 """
 
 import json
@@ -32,7 +31,7 @@ SHARD_SUFFIXES = (".safetensors", ".bin")
 
 
 def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
-    """The parts, along its rows, of our parameter `name`: (Hugging Face name, rows). One but for fused ones."""
+    """The Hugging Face tensors that our parameter `name` consists of: (name, rows). Several if it is fused."""
     module, _, kind = name.rpartition(".")
     if module.startswith("swift."):
         return [(f"{config.prefix}{part}.{kind}", rows) for part, rows in swiftkv_parts(module[6:], config)]
@@ -56,10 +55,10 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (),
 ) -> Decoder:
-    """The model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit.
+    """Loads the model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit.
 
-    `adapter`: the folder of a LoRA adapter, merged in float32 before the weights become `dtype`. `devices`: two or more
-    take turns in its layers (`skipdecode.model.pipeline_parallel`), in place of `device`.
+    `adapter`: the folder of a LoRA adapter, which is merged in float32 before the weights become `dtype`. `devices`:
+    two or more that the layers are spread over (`skipdecode.model.pipeline_parallel`), instead of `device`.
     """
     folder = resolve_source(str(source))
     config = read_config(folder) if adapter is None else adapted(read_config(folder), Path(adapter).expanduser())
@@ -84,21 +83,21 @@ def load_model(
 
 @dataclass(frozen=True)
 class Part:
-    """What one tensor of the files is: some rows of our parameter `name`."""
+    """Where a tensor of the files belongs: some rows of our parameter `name`."""
 
     name: str
     rows: slice
     shape: tuple[int, ...]
     module: str
-    """Whose it is, by its Hugging Face name."""
+    """The Hugging Face name of its module."""
 
 
 Expected = dict[str, Part]
-"""By their name."""
+"""By Hugging Face name."""
 
 
 def expected_tensors(model: Decoder) -> Expected:
-    """What the files of a model of that shape hold."""
+    """The tensors in the files of a model of that shape."""
     expected: Expected = {}
     for name, parameter in model.named_parameters():
         start = 0
@@ -120,8 +119,11 @@ def adapter_of(path: str | Path, model: Decoder) -> Adapter:
 
 
 def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
-    """The configuration of a model with that adapter: with the schedules of the adapter's training, if it says, and
-    without the layers and the drafts that were calibrated for other weights."""
+    """The configuration of a model with that adapter.
+
+    It has the schedules of the adapter's training, if these are known, and neither the layers nor the drafts that were
+    calibrated for other weights.
+    """
     schedule, trained = read_schedules(adapter, ADAPTER_KEY)
     if schedule is not None or trained is not None:
         config = replace(config, skip_decode=schedule, trained_schedules=trained)
@@ -129,9 +131,9 @@ def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
 
 
 def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected, config: DecoderConfig) -> Part | None:
-    """Ticks off one tensor of the files; None when nobody reads it; ValueError when it is wrong."""
+    """Removes a tensor of the files from `missing`; None if it is ignored, ValueError if it does not belong here."""
     if not theirs.startswith(("model.", "lm_head.")):
-        theirs = "model." + theirs  # some old checkpoints leave it away
+        theirs = "model." + theirs  # some checkpoints leave it out
     is_copy = config.has_tied_head and theirs == "lm_head.weight"
     if theirs not in missing:
         if is_copy or theirs.endswith(config.ignored_tensors):
@@ -156,10 +158,9 @@ def _open(path: Path) -> Any:
 
 
 def check_folder(folder: str | Path, adapter: str | Path | None = None) -> None:
-    """Compares the names and shapes in the weight files with config.json, and those of an adapter too; ValueError
-    otherwise.
+    """Checks the names and shapes in the weight files, and in an adapter, against config.json; raises ValueError.
 
-    Reads headers of safetensors, and maps `pytorch_model.bin` into memory: no weights are loaded.
+    Reads the headers of safetensors and maps `pytorch_model.bin` into memory, so no weights are loaded.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -198,7 +199,7 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a folder, file by file, so that never more than one file is in memory."""
+    """All tensors of a folder, with one file in memory at a time."""
     for path in weight_files(folder):
         if path.suffix == ".safetensors":
             with _open(path) as file:
@@ -213,9 +214,9 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a Hugging Face folder, safetensors preferred; ValueError when one is gone.
+    """The weight files of a Hugging Face folder, safetensors preferred, or the GGUF file itself.
 
-    Of a GGUF file itself.
+    Raises ValueError if one is missing.
     """
     if folder.is_file():
         return [folder]
@@ -229,10 +230,10 @@ def weight_files(folder: Path) -> list[Path]:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"{index}: no index of shards: {error!r}") from error
             paths = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-            if paths:  # elsewhere nobody looks whether they change
+            if paths:  # a change elsewhere would not be noticed
                 raise ValueError(f"{index}: names {paths[0]!r}; shards lie beside their index, with bare names")
             odd = [name for name in names if Path(name).suffix not in SHARD_SUFFIXES]
-            if odd:  # which kind of file it is, and whether it is in the fingerprint, goes by the name
+            if odd:  # the name decides how it is read, and whether it is in the fingerprint
                 raise ValueError(f"{index}: names {odd[0]!r}; shards end in {' or '.join(SHARD_SUFFIXES)}: rename it")
             gone = [name for name in names if not (folder / name).is_file()]
             if gone:
@@ -242,7 +243,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def save_model(model: Decoder, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Writes config.json and model.safetensors in Hugging Face layout; the tokenizer's files are the caller's."""
+    """Writes config.json and model.safetensors in Hugging Face layout, but no tokenizer."""
     assert not model.is_packed, "a packed model cannot be saved"
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
