@@ -38,10 +38,10 @@ from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, devi
 from skipdecode.schedules.from_config import known_acceptance, make_schedule
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule
-from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.generate import generate_lossless
-from skipdecode.speculative.latency_model import Prices
+from skipdecode.speculative.latency_model import LatencyModel
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Generator:
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
-        self._draft_lengths: dict[Lossless, DraftLength] = {}
+        self._controllers: dict[Lossless, SpeculationController] = {}
         self._vocabulary = DraftVocabulary(self.model.config.vocab_size)  # one, since the model keeps one head for it
         self._measure_ceilings()
         self.memory = MemoryBudget(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
@@ -141,7 +141,7 @@ class Generator:
         )
         other._measure_ceilings()
         other._sample = FullDepthSample()
-        other._draft_lengths = {}
+        other._controllers = {}
         other._warm_up()
         return other
 
@@ -328,9 +328,9 @@ class Generator:
         sharing = prefixes_in(batch, [request.prompt_tokens for request in chosen])
         decode_text = self.tokenizer.decode
         if isinstance(schedule, Lossless):
-            length = self.draft_length(schedule)
+            controller = self.speculation(schedule)
             return generate_lossless(
-                self.model, chosen, schedule, decode_text=decode_text, length=length, sharing=sharing
+                self.model, chosen, schedule, decode_text=decode_text, controller=controller, sharing=sharing
             )
         options: dict[str, Any] = {} if sharing is None else {"sharing": sharing}
         if self.config.deterministic:
@@ -347,13 +347,13 @@ class Generator:
         completions = with_scores(self.model, chosen, result.completions, together=together)
         return completions, time.perf_counter() - start
 
-    def draft_length(self, schedule: Lossless) -> DraftLength:
+    def speculation(self, schedule: Lossless) -> SpeculationController:
         """Decides how many tokens the batches of that schedule draft; one for all of them, which learns from each."""
-        if schedule not in self._draft_lengths:
+        if schedule not in self._controllers:
             ceilings = None if self.config.deterministic else self.ceilings  # times must decide nothing there
-            prices, known = Prices.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
-            self._draft_lengths[schedule] = DraftLength(schedule, prices, known, vocabulary=self._vocabulary)
-        return self._draft_lengths[schedule]
+            latency, known = LatencyModel.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
+            self._controllers[schedule] = SpeculationController(schedule, latency, known, vocabulary=self._vocabulary)
+        return self._controllers[schedule]
 
     # --- loading
 

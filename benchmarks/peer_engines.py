@@ -107,9 +107,9 @@ def ours(spec: Spec) -> Engine:
     from skipdecode.engine.request import Request
     from skipdecode.schedules.from_config import make_schedule
     from skipdecode.schedules.lossless import Lossless, stored_drafts
-    from skipdecode.speculative.draft_length import DraftLength
+    from skipdecode.speculative.controller import SpeculationController
     from skipdecode.speculative.generate import generate_lossless
-    from skipdecode.speculative.latency_model import Prices
+    from skipdecode.speculative.latency_model import LatencyModel
 
     torch.set_num_threads(spec.threads)
     plain = spec.name.removesuffix("-int8")
@@ -120,7 +120,7 @@ def ours(spec: Spec) -> Engine:
 
     stored = stored_drafts(model.config) if OURS[plain].get("lossless") else None
     decode = OURS[plain] | (stored.decode if stored else {})
-    lengths: dict[Lossless, DraftLength] = {}  # what one has learnt serves the next batch, as in a run
+    controllers: dict[Lossless, SpeculationController] = {}  # what one has learnt serves the next batch, as in a run
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new, kv_layers=None)
@@ -131,16 +131,16 @@ def ours(spec: Spec) -> Engine:
             if not isinstance(schedule, Lossless):
                 completions = generate(model, requests, schedule, graphs=graphs).completions
             else:
-                length = lengths.setdefault(
-                    schedule, DraftLength(schedule, prices(), stored.acceptance if stored else ())
+                own = controllers.setdefault(
+                    schedule, SpeculationController(schedule, latency(), stored.acceptance if stored else ())
                 )
-                completions = generate_lossless(model, requests, schedule, length=length).completions
+                completions = generate_lossless(model, requests, schedule, controller=own).completions
             made |= {i: c.tokens for i, c in zip(part, completions, strict=True)}
         return [made[i] for i in range(len(prompts))]
 
     @cache
-    def prices() -> Prices:
-        return Prices.of(model, measure_ceilings(spec.device, spec.dtype))
+    def latency() -> LatencyModel:
+        return LatencyModel.of(model, measure_ceilings(spec.device, spec.dtype))
 
     return Engine(run, {"backend": our_backend(spec.device), "torch_threads": torch.get_num_threads()})
 

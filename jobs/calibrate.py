@@ -74,7 +74,7 @@ def summarize_drafts(document: dict[str, Any]) -> None:
     else:
         nearest = max((found["nearest"] for found in document["candidates"]), default=0.0)
         log(
-            f"nothing pays: no draft with fewer layers is expected to gain 3 % over full depth in batches of {batches} "
+            f"nothing pays: no draft with fewer layers is expected to gain 2 % over full depth in batches of {batches} "
             f"(the best reaches {nearest:.2f}x); the checkpoint carries decode.method=full, which drafts repeated text "
             "at no extra cost"
         )

@@ -104,8 +104,13 @@ class CohortScheduler(Scheduler):
 
     def _start_lossless(self, tickets: list[Ticket], schedule: Lossless) -> None:
         """Starts a cohort whose rows advance as their drafts are accepted."""
-        length, decode = self.generator.draft_length(schedule), self.generator.tokenizer.decode
-        batch = SpeculativeBatch(self.generator.model, schedule, decode_text=decode, length=length, is_closed=True)
+        batch = SpeculativeBatch(
+            self.generator.model,
+            schedule,
+            decode_text=self.generator.tokenizer.decode,
+            controller=self.generator.speculation(schedule),
+            is_closed=True,
+        )
         self._running.append(CohortBatch(batch, tickets))
         self._last_start = time.monotonic()
         requests = [ticket.request for ticket in tickets]

@@ -107,8 +107,8 @@ class ContinuousScheduler(Scheduler):
     def _new_batch(self, ticket: Ticket) -> RunningBatch:
         model, decode, schedule = self.generator.model, self.generator.tokenizer.decode, ticket.schedule
         if isinstance(schedule, Lossless):
-            length = self.generator.draft_length(schedule)
-            batch: ContinuousBatch = SpeculativeBatch(model, schedule, decode_text=decode, length=length)
+            controller = self.generator.speculation(schedule)
+            batch: ContinuousBatch = SpeculativeBatch(model, schedule, decode_text=decode, controller=controller)
         else:
             batch = ContinuousBatch(model, schedule, decode_text=decode)
         return RunningBatch(batch, ticket.max_batch_rows is not None)

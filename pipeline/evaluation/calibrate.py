@@ -121,7 +121,14 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
         }
 
     if config.target == "drafts":
-        found = find_drafts(generator, pairs, config, log)
+        found = find_drafts(
+            generator,
+            pairs,
+            batch_size=config.batch_size,
+            batch_sizes=config.batch_sizes,
+            max_new_tokens=config.max_new_tokens,
+            log=log,
+        )
         drafts: DraftsDocument = {**facts(found.sample.num_prompts, found.sample.num_tokens), **found.figures()}
         with written_whole(target) as staging:
             write_checkpoint(staging, model, {"drafts": found.carried()}, drafts)

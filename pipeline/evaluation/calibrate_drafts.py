@@ -1,13 +1,12 @@
-"""Drafts for lossless decoding: looked for on the texts of a model, and what a checkpoint carries of them.
+"""Finds the layers that draft best for lossless decoding, and writes them down for the checkpoint.
 
-The search is `actors.measuring.draft_search`; who reads what is carried is
-`skipdecode.schedules.lossless.stored_drafts`.
+The search is `actors.measuring.draft_search`; `skipdecode.schedules.lossless.stored_drafts` reads what is written.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from actors.generator import Generator
 from actors.measuring.draft_search import Candidate, DraftSample, Pair, Search, Tell
@@ -19,15 +18,11 @@ from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, measure_ceil
 from skipdecode.model.pipeline_parallel import dtype_name
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth
-from skipdecode.speculative.latency_model import Prices
-
-if TYPE_CHECKING:
-    from pipeline.evaluation.calibrate import CalibrateConfig
+from skipdecode.speculative.latency_model import LatencyModel
 
 PROGRESS_S = 5.0
-BUSY = 1.3  # the middle one of equal steps took so many times the shortest: as much as drafts gain on many models
 FEW = 16  # texts, of which one half chooses and the other half judges
-REPEATS: Decode = {"method": "full"}  # drafts of full depth are repeats alone
+NGRAMS: Decode = {"method": "full"}  # full depth drafts by n-gram matches alone
 
 
 class DraftFigures(TypedDict):
@@ -37,7 +32,6 @@ class DraftFigures(TypedDict):
     pays: bool
     candidates: list[DraftProposal]
     ceilings: dict[str, float]
-    time_spread: float
 
 
 @dataclass(frozen=True)
@@ -48,10 +42,8 @@ class FoundDrafts:
     candidates: list[Candidate]
     """The best first."""
     layers: list[float]
-    """That a draft of each runs, in the mean."""
+    """The layers that a draft of each candidate runs, in the mean."""
     ceilings: Ceilings
-    spread: float
-    """Of times of equal steps."""
 
     @property
     def pays(self) -> bool:
@@ -59,14 +51,14 @@ class FoundDrafts:
 
     @property
     def chosen(self) -> Decode:
-        return self.candidates[0].decode if self.pays else REPEATS
+        return self.candidates[0].decode if self.pays else NGRAMS
 
     def carried(self) -> dict[str, Json]:
         """What `config.json` says under `drafts`."""
         return {
             "num_layers": self.sample.model.config.num_hidden_layers,
             "decode": self.chosen,
-            "acceptance": list(self.candidates[0].acceptance) if self.pays else [],
+            "acceptance": [self.candidates[0].acceptance] if self.pays else [],
         }
 
     def figures(self) -> DraftFigures:
@@ -76,12 +68,11 @@ class FoundDrafts:
             "pays": self.pays,
             "candidates": candidates,
             "ceilings": asdict(self.ceilings),
-            "time_spread": self.spread,
         }
 
 
 def check_carried(model: ResolvedModel) -> None:
-    """ConfigError where the schedule that the checkpoint carries, one of those that are tried, is none for it."""
+    """ConfigError if the checkpoint carries a schedule, which would be tried, that does not fit it."""
     if model.config.skip_decode is None:
         return
     try:
@@ -92,42 +83,48 @@ def check_carried(model: ResolvedModel) -> None:
         ) from error
 
 
-def check_sizes(generator: Generator, pairs: Sequence[Pair], config: "CalibrateConfig") -> None:
-    """ConfigError for a batch whose keys and values this machine has no room for."""
+def check_sizes(generator: Generator, pairs: Sequence[Pair], batch_sizes: Sequence[int], max_new_tokens: int) -> None:
+    """ConfigError for a batch whose keys and values do not fit into this machine's memory."""
     model = generator.model.config
     per_row = cache_bytes_per_row(
         model,
         FullDepth(model.num_hidden_layers),
         prompt_columns=max(len(prompt) for prompt, _ in pairs),
-        num_new=config.max_new_tokens,
+        num_new=max_new_tokens,
         itemsize=generator.dtype.itemsize,
     )
     most = int(generator.memory.serving_cache_bytes // per_row)
-    if wrong := [size for size in config.batch_sizes if size > most]:
+    if wrong := [size for size in batch_sizes if size > most]:
         raise ConfigError("batch_sizes", f"{wrong[0]} rows are too many: there is room for {most} on this machine")
 
 
-def find_drafts(generator: Generator, pairs: Sequence[Pair], config: "CalibrateConfig", log: Log) -> FoundDrafts:
-    """`pairs`: what the generator wrote at full depth; one at least has two tokens."""
-    check_sizes(generator, pairs, config)
-    sample = DraftSample(generator.model, pairs, config.batch_size)
+def find_drafts(
+    generator: Generator,
+    pairs: Sequence[Pair],
+    *,
+    batch_size: int,
+    batch_sizes: Sequence[int],
+    max_new_tokens: int,
+    log: Log,
+) -> FoundDrafts:
+    """Searches for drafts that gain the most in batches of `batch_sizes` rows.
+
+    `pairs`: what the generator wrote at full depth, at least one text of two tokens; `batch_size` of them are looked at
+    together.
+    """
+    check_sizes(generator, pairs, batch_sizes, max_new_tokens)
+    sample = DraftSample(generator.model, pairs, batch_size)
     log(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
     if sample.num_prompts < FEW:
         log(f"warning: {sample.num_prompts} texts say little about how many drafts are accepted; give {FEW} or more")
     ceilings = measure_ceilings(str(generator.device), dtype_name(generator.dtype))
-    prices = Prices.of(generator.model, ceilings, keep=None)
-    search = Search(sample, prices, config.batch_sizes, config.max_new_tokens, _progress(log))
+    latency = LatencyModel.of(generator.model, ceilings)
+    search = Search(sample, latency, batch_sizes, max_new_tokens, _progress(log))
     candidates = search.run()
     num_steps = max(len(made) for _, made in pairs) - 1
     plans = [[search.schedule(one.decode).step(k) for k in range(num_steps)] for one in candidates]
     layers = [sum(plan.num_layers_run for plan in own) / num_steps for own in plans]
-    spread = prices.spread("full")
-    if spread > BUSY:
-        log(
-            f"warning: half of the equal steps took {spread:.1f} times as long as the shortest, so this machine was "
-            "busy and the expected speedups are rough; calibrate again when it is idle"
-        )
-    return FoundDrafts(sample, candidates, layers, ceilings, spread)
+    return FoundDrafts(sample, candidates, layers, ceilings)
 
 
 def _proposal(candidate: Candidate, layers: float) -> DraftProposal:
@@ -143,14 +140,14 @@ def _proposal(candidate: Candidate, layers: float) -> DraftProposal:
     return {
         "decode": candidate.decode,
         "layers_per_token": layers,
-        "acceptance": list(candidate.acceptance),
+        "acceptance": [candidate.acceptance],
         "gains": gains,
         "nearest": candidate.nearest,
     }
 
 
 def _progress(log: Log) -> Tell:
-    """Lines of the search, one every few seconds."""
+    """Passes on lines of the search, one every few seconds."""
     last = 0.0
 
     def tell(line: str) -> None:

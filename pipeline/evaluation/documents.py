@@ -197,41 +197,39 @@ class CalibrationDocument(CalibrationFacts):
 
 
 class DraftGain(TypedDict):
-    """Of drafts in batches of one size, as expected."""
+    """What drafts are expected to gain in batches of one size."""
 
     batch_size: int
     draft_tokens: int
-    """At a time; 0: drafts do not pay."""
+    """Drafted per round; 0: drafts do not pay."""
     tokens_per_pass: float
     speedup: float
 
 
 class DraftProposal(TypedDict):
-    """A way to draft, and what it comes to on texts that the search has not seen."""
+    """A schedule to draft by, and what it came to on texts that the search had not seen."""
 
     decode: Decode
     layers_per_token: float
-    """That a draft runs, in the mean."""
+    """Layers that a draft runs, in the mean."""
     acceptance: list[float]
-    """By place in a draft: the share that full depth makes too, where all before were accepted."""
+    """One number: the share of drafts that full depth makes too."""
     gains: list[DraftGain]
     nearest: float
-    """The best speedup at any of the batch sizes, with one draft at least: below 1.03 where none pays."""
+    """The best speedup at any of the batch sizes, with one draft at least: below 1.02 where none pays."""
 
 
 class DraftsDocument(CalibrationFacts):
     """`calibration/calibration.json` of drafts"""
 
     drafts: Decode
-    """What the checkpoint carries: the best schedule to draft by; full depth, which drafts by repeats alone, where no
-    other pays."""
+    """What the checkpoint carries: the best schedule to draft by, or full depth, which drafts by n-gram matches alone,
+    if no other pays."""
     pays: bool
     candidates: list[DraftProposal]
     """The best first."""
     ceilings: dict[str, float]
-    """Of this device, for passes of sizes that were not timed: `flops_per_s`, `bytes_per_s`, `call_s`."""
-    time_spread: float
-    """How many times as long as the shortest the middle one of equal steps took while drafts were timed."""
+    """What the device can do, by which passes are priced: `flops_per_s`, `bytes_per_s`, `call_s`."""
 
 
 class SimilarityLine(TypedDict):

@@ -146,13 +146,17 @@ class Rates(TypedDict):
 
 
 class Drafts(TypedDict):
-    """Of a lossless run."""
+    """What drafts came to in a lossless run."""
 
     drafted: int
     """Tokens."""
     accepted: int
     acceptance_by_position: list[float]
     """The share of the first, second, .. drafted token that was accepted, with all before it."""
+    rounds: dict[str, int]
+    """`drafted`: rounds with drafts. Plain steps instead of them: `measured`, timed for comparison; `slower`, because
+    drafts were slower by the clock or not yet found to be faster; `no_gain`, because none were expected to pay at their
+    acceptance."""
     draft_s: float
     verify_s: float
     """Of `decode_s`: in drafts, and in passes at full depth."""

@@ -1,4 +1,5 @@
-"""What drafts came to in a lossless run (`decode.lossless`): how many were accepted, and where its time went."""
+"""Figures of the drafts in a lossless run (`decode.lossless`): how many were accepted, which rounds had any
+and why others had none, and where the time went."""
 
 from dataclasses import dataclass, field
 
@@ -8,27 +9,29 @@ import pyarrow.compute as pc
 
 from pipeline.report.document import Drafts
 
-COLUMNS = ("rows", "output_tokens", "row_steps", "draft_s", "verify_s", "drafted_at", "accepted_at")
+ROUNDS = ("drafted", "measured", "slower", "no_gain")
+SUMMED = ("rows", "output_tokens", "row_steps", "draft_s", "verify_s", *(f"{name}_rounds" for name in ROUNDS))
+COLUMNS = (*SUMMED, "drafted_at", "accepted_at")
 
 
 @dataclass
 class DraftTotals:
-    """Added up over the batches that were decoded with drafts."""
+    """Sums over the batches that were decoded losslessly."""
 
     num_batches: int = 0
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COLUMNS[:5], 0.0))
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMMED, 0.0))
     drafted_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """By place in a draft."""
+    """By position in a draft."""
     accepted_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def add(self, table: pa.Table) -> None:
-        """`table`: COLUMNS of `records.BATCH_SCHEMA`, and maybe more."""
+        """`table`: COLUMNS of `records.BATCH_SCHEMA`, and possibly more."""
         own = table.filter(pc.is_valid(table["drafted_at"]))
         self.num_batches += own.num_rows
         for name in self.sums:
             self.sums[name] += pc.sum(own[name]).as_py() or 0.0
-        self.drafted_at = _plus(self.drafted_at, _by_place(own["drafted_at"]))
-        self.accepted_at = _plus(self.accepted_at, _by_place(own["accepted_at"]))
+        self.drafted_at = _plus(self.drafted_at, _by_position(own["drafted_at"]))
+        self.accepted_at = _plus(self.accepted_at, _by_position(own["accepted_at"]))
 
     @property
     def acceptance(self) -> float | None:
@@ -47,24 +50,25 @@ class DraftTotals:
             "drafted": int(self.drafted_at.sum()),
             "accepted": int(self.accepted_at.sum()),
             "acceptance_by_position": [float(a / d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)],
+            "rounds": {name: int(self.sums[f"{name}_rounds"]) for name in ROUNDS},
             "draft_s": self.sums["draft_s"],
             "verify_s": self.sums["verify_s"],
         }
 
 
-def _by_place(lists: pa.ChunkedArray) -> np.ndarray:
-    """Sums over lists, number by number."""
+def _by_position(lists: pa.ChunkedArray) -> np.ndarray:
+    """Sums lists element by element."""
     total = np.zeros(0)
     for chunk in lists.chunks:
         values = pc.list_flatten(chunk).to_numpy()
         lengths = pc.list_value_length(chunk).to_numpy()
-        places = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        total = _plus(total, np.bincount(places, weights=values))
+        positions = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        total = _plus(total, np.bincount(positions, weights=values))
     return total
 
 
 def _plus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of any lengths."""
+    """The sum of arrays of any lengths."""
     size = max(len(a), len(b))
     total: np.ndarray = np.pad(a, (0, size - len(a))) + np.pad(b, (0, size - len(b)))
     return total

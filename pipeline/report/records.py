@@ -56,6 +56,10 @@ BATCH_SCHEMA: Final = pa.schema(
         ("score_s", pa.float64()),
         ("draft_s", pa.float64()),
         ("verify_s", pa.float64()),
+        ("drafted_rounds", pa.int64()),
+        ("measured_rounds", pa.int64()),
+        ("slower_rounds", pa.int64()),
+        ("no_gain_rounds", pa.int64()),
         ("drafted_at", pa.list_(pa.int64())),
         ("accepted_at", pa.list_(pa.int64())),
         ("full_error", pa.string()),
@@ -66,8 +70,8 @@ BATCH_SCHEMA: Final = pa.schema(
     ]
 )
 """One row per decoded batch. `split_error`: of the larger batch that failed and of which this is a part (out of memory,
-mostly). `score_s`: prompts that were scored beside answers. `draft*`, `verify_s`, `accepted_at`: with
-`decode.lossless` alone. `full_*`, `predicted_*` and the agreement are null unless it was paired."""
+mostly). `score_s`: prompts that were scored beside answers. `draft*`, `verify_s`, `accepted_at` and
+`*_rounds`: with `decode.lossless` alone. `full_*`, `predicted_*` and the agreement are null unless it was paired."""
 WINDOW_SCHEMA: Final = pa.schema(
     [
         ("worker", pa.string()),

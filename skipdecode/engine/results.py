@@ -65,26 +65,39 @@ class BatchStats:
 
 @dataclass
 class LosslessStats(BatchStats):
-    """Of a batch at full depth with drafts. `decode_steps` are verifications, `row_steps` rows in them."""
+    """What a batch decoded losslessly cost. `decode_steps` are rounds, `row_steps` rows in them."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0
     model_decode_s: float = 0.0
-    """By the cost model alone (`Prices.model_s`)."""
+    """`decode_s` as the roofline predicts it for these passes."""
     drafted_at: list[int] = field(default_factory=list)
-    """Drafted tokens by their place in a draft."""
+    """Drafted tokens by their position in a draft."""
     accepted_at: list[int] = field(default_factory=list)
     """Those of them that full depth made too, and all before them."""
+    drafted_rounds: int = 0
+    measured_rounds: int = 0
+    """Plain steps that were timed, to compare drafts with them."""
+    slower_rounds: int = 0
+    """Plain steps because drafts were found to be slower, or not yet found to be faster."""
+    no_gain_rounds: int = 0
+    """Plain steps because no drafts were expected to pay at the present acceptance."""
 
     unrecorded: ClassVar[tuple[str, ...]] = (*BatchStats.unrecorded, "model_decode_s")
 
-    def count(self, drafted: int, accepted: int) -> None:
+    def count_round(self, outcome: str) -> None:
+        """`outcome` as in `skipdecode.speculative.controller`."""
+        name = f"{outcome}_rounds"
+        setattr(self, name, getattr(self, name) + 1)
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """The drafted and accepted tokens of a row in a round."""
         more = drafted - len(self.drafted_at)
         self.drafted_at += [0] * more
         self.accepted_at += [0] * more
-        for place in range(drafted):
-            self.drafted_at[place] += 1
-            self.accepted_at[place] += place < accepted
+        for position in range(drafted):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < accepted
 
 
 @dataclass(frozen=True)

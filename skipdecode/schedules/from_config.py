@@ -68,7 +68,7 @@ def _check_drafts(drafts: Schedule) -> None:
 
 
 def known_acceptance(config: DecoderConfig, schedule: Lossless) -> Sequence[float]:
-    """By place in a draft: what calibration measured for the drafts of `schedule`; empty where it measured others."""
+    """What calibration measured for the drafts of `schedule`, by position in a draft; empty if it measured others."""
     stored = stored_drafts(config)
     if stored is None or schedule.drafts != make_schedule(
         stored.decode, num_layers=schedule.num_layers, max_new_tokens=1

@@ -1,9 +1,8 @@
-"""Lossless: a schedule that only drafts. Full depth verifies the drafts, and the tokens are those of full depth.
+"""Lossless decoding: full depth, for which another schedule drafts tokens that full depth verifies.
 
-A value like every schedule, so rows with equal ones share batches, and what prices caches sees full depth, whose keys
-and values it keeps. The loop is `skipdecode.speculative.speculative_batch`; `skipdecode.speculative.draft_length`
-says how many tokens to draft. No
-torch.
+To whatever decodes, prices or allocates, it is full depth, whose keys and values it keeps; rows with equal values share
+batches. The loop is `skipdecode.speculative.speculative_batch`; `skipdecode.speculative.controller` decides how many
+tokens to draft. No torch.
 """
 
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.schedules.plan import FullDepth, Schedule
 
 KEYS = ("lossless", "draft_tokens")
-"""Of a `decode:` mapping, beside those of its schedule."""
+"""The keys of a `decode:` mapping that are not its schedule's."""
 MOST_DRAFTS = 256
-"""Of `draft_tokens`: a decision prices every number up to it, which takes 6 ms then."""
+"""The largest `draft_tokens`: every number up to it is priced in a decision."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +23,19 @@ class Lossless(FullDepth):
 
     drafts: Schedule
     draft_tokens: int | None = None
-    """At a time; None: as many as pay."""
+    """Tokens to draft per round; None: as many as pay."""
     adaptive: bool = False
-    """Drafts nothing where nothing is gained by it; else one token at least."""
+    """True if nothing is drafted where drafts do not pay; else one token at least is drafted in every round."""
 
     @property
     def drafts_by_skipping(self) -> bool:
-        """Whether the schedule leaves anything out; else rows draft what they repeat, and nothing else."""
+        """True if the schedule skips any layer; else drafts come from n-gram matches alone."""
         return self.drafts != FullDepth(self.num_layers)
 
 
 def lossless_schedule(drafts: Schedule, lossless: Any, draft_tokens: Any) -> Schedule:
-    """`drafts` itself where it is to be decoded by, else `Lossless` for it; ValueError names the key at fault."""
+    """The schedule of a mapping: `drafts` itself, or `Lossless` with these drafts; ValueError names the key at
+    fault."""
     if not (lossless is None or isinstance(lossless, bool) or lossless == "auto"):
         raise ValueError(f"decode.lossless: {lossless!r} is not one of false, true, auto")
     is_number = (
@@ -54,16 +54,16 @@ def lossless_schedule(drafts: Schedule, lossless: Any, draft_tokens: Any) -> Sch
 
 @dataclass(frozen=True)
 class StoredDrafts:
-    """What `jobs.calibrate` found for a checkpoint, which carries it as `drafts` in its `config.json`."""
+    """What `jobs.calibrate` found for a checkpoint, stored as `drafts` in its `config.json`."""
 
     decode: dict[str, Any]
-    """The schedule that drafts, as a `decode:` mapping; method full where nothing pays but repeats."""
+    """The schedule that drafts, as a `decode:` mapping; method full if only n-gram matches pay."""
     acceptance: tuple[float, ...]
-    """By place in a draft: the share of drafts that full depth makes too, where all before them were."""
+    """By position in a draft, the share that full depth makes too, of those after accepted ones."""
 
 
 def stored_drafts(config: DecoderConfig) -> StoredDrafts | None:
-    """None: the checkpoint carries none. ValueError for what the calibration does not write."""
+    """The drafts that the checkpoint carries, if any. ValueError for what the calibration does not write."""
     if config.drafts is None:
         return None
     decode, acceptance = (config.drafts.get(key) for key in ("decode", "acceptance"))

@@ -1,289 +1,257 @@
-"""Whether drafts pay, by a clock that sees whole rounds: seconds per token with them, and without.
+"""How many tokens a batch drafts in its next round, and whether it drafts any.
 
-Prices of passes (`skipdecode.speculative.latency_model`) say how many tokens to draft. Where little is to be gained
-they are not exact
-enough to say whether: passes of one size differ by more than that from one to the next, and the host's work is nobody's
-pass. So rounds are timed as they come, all of them, and drafts that did not pay are left alone for longer and longer.
-What it costs to find out comes out of a budget, one for batches of all sizes: a batch whose rows end has many.
+How many follows from the share of drafts that was accepted, a moving average for each source, and from the seconds of
+the passes (`skipdecode.speculative.latency_model`). Whether drafts pay is for the clock to say: for batches of about
+one size, rounds with drafts are compared with plain steps at full depth. What drafts may lose before they have shown
+that they pay is bounded by a share of the time so far; where they do not pay, pauses between tries grow.
 
-Seconds per token count in those of a step at full depth by the cost model, so that long contexts do not look slow.
-No torch.
+A decision changes how fast tokens come, never which. Under `sampling.deterministic` no clock decides. No torch.
 """
 
-from collections import Counter, deque
-from dataclasses import dataclass, field, replace
-from statistics import median, median_low
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
 
-HOLDS, RESTS = 8, 32  # rounds of a decision, with drafts and without: prices cost more than looking at a clock
-LOOK = 8  # rounds without drafts by which one learns what these take
-# Rounds with drafts until such ones are looked at again, and at most: where drafts gain plainly, a look doubles them.
-# A machine has slow stretches, and behind one of these drafts seem to gain what they do not. That is found out in about
-# the time that it lasted. Where they gain twofold it is four times as many from the first look on.
-LOOK_EVERY, SELDOM, PLAIN, PLAIN_AT_FIRST = 64, 768, 1.25, 2.0
-# Rounds with drafts before these are judged, of each decision, and rows that must have been in them: how many tokens
-# come of one is luck.
-TRY, TOLD = 4, 16
-# Rounds without drafts until those that did not pay are tried again, and at most, since every vain try doubles them.
-TRY_EVERY, AT_MOST = 32, 256
-# What tries may lose: of the time so far, and so many of the first rounds. Of those of one row it takes more, until
-# drafts are judged.
-MAY_LOSE, FIRST, FIRST_ROWS = 0.01, 8, 40
-STOPPED = 2  # times as long as the middle one: what is more, other processes took
-PROMISED, MOST_PROMISED = 3, 1.15  # as so many decisions what prices promise counts, up to that
-# What drafts must gain to be taken up, and what they may lose before they are left: where they come out even, neither
-# is worth a change.
-PAYS = 1.02
-KEPT = 7  # decisions with drafts, of which the middle one counts
-NEWEST = 3  # decisions without, by the middle one of which they are judged: a machine's speed drifts within seconds
-ENOUGH, MANY = 2, 4  # of them before drafts are judged that plainly gain or lose, and others
-PLAINLY = 1.2
+from skipdecode.schedules.lossless import Lossless
+from skipdecode.speculative.draft_vocab import DraftVocabulary
+from skipdecode.speculative.latency_model import LatencyModel
+from skipdecode.speculative.ngram import LONGEST, SHORTEST
+
+LAYERS = 0
+"""The source of drafts by skipped layers; that of an n-gram is the number of tokens that match."""
+MAX_DRAFT_TOKENS = 8  # in a round, where the number is free
+PRIOR = {LAYERS: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}  # acceptance before any draft was seen
+SMOOTHING = 0.04  # weight of the newest draft in the moving average
+MIN_SPEEDUP = 1.02  # below it, drafts are not worth their variance
+PLAIN_ROUNDS = 4  # timed in a row; the first, which finds little in the caches, does not count
+DRAFTED_ROUNDS = 32  # that a verdict is based on
+RECHECK_EVERY = 256  # rounds with drafts that pay, until plain steps are timed again
+FIRST_PAUSE, LONGEST_PAUSE = 128, 4096  # rounds without drafts after a verdict against them
+LOSS_SHARE, LOSS_STEPS = 0.01, 1  # what tries may lose: of all time so far, and in plain steps beside that
+DECIDE_EVERY = 8  # rounds for which an estimate serves
+
+Outcome = Literal["drafted", "measured", "slower", "no_gain"]
+"""What a round was: one with drafts, or a plain step because plain steps are timed for comparison, because the clock
+found drafts to be slower, or because none are expected to pay at the present acceptance."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """For some rounds of a batch."""
+    """What the rows of a batch draft in a round."""
 
-    skipped: int
-    """Tokens to draft by skipped passes."""
-    repeated: dict[int, int]
-    """The same by repeats, by how many tokens repeat; none: not even to be looked for."""
-    rounds: int = HOLDS
-    """That it holds for."""
-    continued: dict[int, int] = field(default_factory=dict)
-    """As `repeated`, of repeats behind drafts of skipped passes."""
-    promised: float = 1.0
-    """How many times as fast skipped passes should make tokens come, by prices."""
-    is_idle: bool = False
-    """Prices speak against drafts (of skipped passes, where there are such)."""
-    is_probe: bool = False
-    """Some are made all the same, to see whether they are accepted."""
-    is_again: bool = False
-    """Of another number than the best one, to see what that many take by now."""
+    outcome: Outcome
+    layer_tokens: int = 0
+    """Tokens to draft by skipped layers."""
+    ngram_tokens: dict[int, int] = field(default_factory=dict)
+    """Tokens to draft after an n-gram that stood before, by its length."""
 
     @property
     def has_drafts(self) -> bool:
-        return bool(self.skipped or self.repeated)
-
-    def without_drafts(self, rounds: int) -> "Decision":
-        return Decision(0, {}, rounds, is_idle=self.is_idle)
+        return bool(self.layer_tokens or self.ngram_tokens)
 
 
-@dataclass(frozen=True)
-class Rest:
-    """What rounds without drafts take, over steps at full depth by the cost model."""
+class Acceptance:
+    """The share of drafts that full depth makes too, as a moving average for each source."""
 
-    pace: float
-    """Each."""
-    laid_out: float = 0.0
-    """How much more the first `num_cold` take together where rows have come or gone."""
-    num_cold: int = 1
+    def __init__(self, known: float | None = None) -> None:
+        """`known`: what a calibration measured for skipped layers."""
+        self._prior = PRIOR if known is None else PRIOR | {LAYERS: known}
+        self.rates = dict(self._prior)
+        self._used = set[int]()
+
+    def observe(self, sources: Sequence[int], num_accepted: int) -> None:
+        """The drafts of a row: those up to the first refused one say something, the others were made after an error."""
+        for i, source in enumerate(sources[: num_accepted + 1]):
+            self.rates[source] += SMOOTHING * ((i < num_accepted) - self.rates[source])
+            self._used.add(source)
+
+    def expected_tokens(self, source: int, num_drafts: int) -> float:
+        """Tokens that a row gets from a round with so many drafts, the verifier's own included."""
+        rate = self.rates[source]
+        return num_drafts + 1.0 if rate > 0.999 else (1 - rate ** (num_drafts + 1)) / (1 - rate)
+
+    def retry(self) -> None:
+        """Gives sources another chance that were left alone since the last call: texts change."""
+        self.rates |= {source: rate for source, rate in self._prior.items() if source not in self._used}
+        self._used.clear()
 
 
 @dataclass
-class Hold:
-    """Rounds under one decision, and what they came to."""
+class Comparison:
+    """Plain steps and rounds with drafts of batches of about one size, in units of a plain step by the roofline."""
 
-    decision: Decision
-    rows: int
-    context: int
-    """Columns that a row saw in the mean. Both when it was made."""
-    is_anew: bool = False
-    """Rows have come or gone: whatever the first round does, it lays calls out for it."""
-    num_rounds: int = 0
-    fed_by_drafts: Counter[int] = field(default_factory=Counter)
-    """Rows of all rounds by how many drafts of skipped passes were wanted: that is counted anew within a hold."""
-    num_made: float = 0
-    """Tokens of these."""
-    took_s: float = 0.0
-    step_s: float = 0.0
-    """Of as many steps at full depth, by the cost model."""
-    counted_s: float = 0.0
-    """Of `took_s`, up to when drafts were counted last."""
-    _each: list[float] = field(default_factory=list)
-    """Seconds of each round over those of a step at full depth with these rows, by the cost model."""
-
-    def add(self, rows: int, made: int, took_s: float, step_s: float) -> None:
-        """One round."""
-        self._each.append(took_s / step_s)
-        self.num_rounds += 1
-        self.fed_by_drafts[self.decision.skipped] += rows
-        self.num_made += made
-        self.took_s += took_s
-        self.step_s += step_s
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=2 * PLAIN_ROUNDS))
+    drafted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=DRAFTED_ROUNDS))
+    """Tokens per row, and time."""
+    plain_left: int = PLAIN_ROUNDS
+    """Plain steps that are still to be timed."""
+    num_drafted: int = 0
+    """Rounds with drafts since the last pause."""
+    pays: bool = False
+    paused: int = 0
+    """Rounds without drafts that are still to come."""
+    pause: int = FIRST_PAUSE
+    reason: Outcome = "slower"
+    """Why it pauses."""
 
     @property
-    def num_fed(self) -> int:
-        """Rows of all rounds."""
-        return self.fed_by_drafts.total()
+    def typical(self) -> float:
+        """The time of a round with drafts; what takes more than twice as long was disturbed by other processes."""
+        return median(took for _, took in self.drafted)
 
     @property
-    def has_pace(self) -> bool:
-        """Whether there is a round behind the first, which is in no pace."""
-        return len(self._each) > 1
+    def speedup(self) -> float:
+        """Of rounds with drafts over plain steps."""
+        limit = 2 * self.typical
+        took = sum(min(took, limit) for _, took in self.drafted)
+        return sum(tokens for tokens, _ in self.drafted) * median(self.plain) / took
 
-    @property
-    def num_cold(self) -> int:
-        """Rounds that are in no pace: the first, and of the others the first half, up to so many. Behind prompts and
-        drafts they find little in the caches, and take up to twice as long as others."""
-        return 1 + min(LOOK // 2, (len(self._each) - 1) // 2)
-
-    @property
-    def pace(self) -> float:
-        """Of a hold without drafts: what the middle round takes, of which each does the same."""
-        return median(self._each[self.num_cold :])
-
-    @property
-    def laid_out(self) -> float:
-        """What rounds that are in no pace took more, of a hold without drafts."""
-        return max(0.0, sum(self._each[: self.num_cold]) - self.num_cold * self.pace)
-
-    def rested(self, rest: Rest) -> float:
-        """What as many tokens would have taken without drafts."""
-        rounds = self.num_made * self.num_rounds / self.num_fed
-        return rest.pace * rounds + rest.laid_out * self.is_anew * min(1.0, rounds / rest.num_cold)
-
-    def spent(self, rest: Rest) -> float:
-        """What all rounds took, the first among them, as far as other processes stopped none."""
-        first, *others = self._each
-        most = max(first, STOPPED * median(others)) if others else 0.0  # near the ends of rows others do little
-        return min(first + sum(min(one, most) for one in others), STOPPED * self.rested(rest))
-
-    def lost_s(self, rest: Rest) -> float:
-        """Seconds that it took more than rounds without drafts for as many tokens."""
-        return (self.spent(rest) - self.rested(rest)) * self.step_s / self.num_rounds
+    def stop(self, reason: Outcome) -> None:
+        self.reason, self.pays, self.paused = reason, False, self.pause
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.num_drafted = 0
+        self.drafted.clear()
 
 
-class Budget:
-    """What drafts may lose that were not found to pay."""
+class SpeculationController:
+    """Decides for all batches of one schedule, and learns from them."""
 
-    def __init__(self) -> None:
-        self._lost_s = self._may_lose_s = 0.0
+    def __init__(
+        self,
+        schedule: Lossless,
+        latency: LatencyModel,
+        known_acceptance: Sequence[float] = (),
+        *,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        """`known_acceptance`: by position in a draft, what a calibration measured for skipped layers. `vocabulary`:
+        None for one that learns from these batches alone."""
+        self.schedule, self.latency = schedule, latency
+        self.vocabulary = vocabulary or DraftVocabulary(latency.config.vocab_size)
+        self.num_draft_outputs: int | None = None
+        """Tokens that drafts of skipped layers choose among; None: all."""
+        mean = sum(known_acceptance) / len(known_acceptance) if known_acceptance else None
+        self.acceptance = Acceptance(mean)
+        self._comparisons: dict[int, Comparison] = {}  # by the binary logarithm of the rows
+        self._spent_s = self._lost_s = 0.0
+        self._estimated: tuple[int, int, Decision] | None = None  # rows, rounds that it still serves, and it
 
-    def saw(self, hold: Hold, lost_s: float) -> None:
-        """`lost_s`: of its seconds."""
-        first = 0.0 if self._may_lose_s else max(FIRST, FIRST_ROWS / hold.rows)
-        self._may_lose_s += (MAY_LOSE + first / hold.num_rounds) * hold.took_s
-        self._lost_s = max(0.0, self._lost_s + lost_s)
+    def decide(self, rows: int, k: int, context: int) -> Decision:
+        """For the next round of so many rows, the median one at decode step `k` with `context` positions."""
+        if not self.schedule.adaptive:
+            return self._estimate(rows, k, context)
+        comparison = self._comparison(rows)
+        if comparison.paused:
+            return Decision(comparison.reason)
+        if comparison.plain_left and self.latency.is_timed:
+            return Decision("measured")
+        estimate = self._estimate(rows, k, context)
+        if not estimate.has_drafts:
+            self._stop(comparison, "no_gain")
+        elif self.latency.is_timed and not self._has_proof(rows):
+            allowed_s = LOSS_SHARE * self._spent_s + LOSS_STEPS * self._plain_s(rows, context)
+            if self._lost_s > allowed_s:
+                return Decision("slower")
+        return estimate
 
-    @property
-    def is_left(self) -> bool:
-        return self._lost_s <= self._may_lose_s
-
-
-class Pace:
-    """Of batches of about one size."""
-
-    def __init__(self, rows: int, budget: Budget) -> None:
-        """`budget`: of all sizes."""
-        self._budget = budget
-        self._try = max(TRY, -(-TOLD // rows))  # rounds
-        self._resting: deque[float] = deque(maxlen=NEWEST)
-        self._has_whole = False  # looks that were not cut short, among these
-        self._gains: deque[float] = deque(maxlen=KEPT)  # of rounds with drafts, over those without of about that time
-        self._short: list[Hold] = []  # rounds with drafts that are too few yet
-        self._drafted = self._rested = 0  # rounds since the last that did not
-        self._agreed = 0  # looks, one behind the other, by which drafts gain plainly
-        self._laid_outs: deque[tuple[float, int]] = deque(maxlen=KEPT)  # and of how many rounds
-        self._patience, self._pays, self._is_vain = TRY_EVERY, False, False
-
-    def saw(self, hold: Hold) -> None:
-        rest = self._rest
-        # what one size is known to gain pays for no tries of another
-        is_try = hold.decision.has_drafts and not self._is_found
-        self._budget.saw(hold, hold.lost_s(rest) if is_try and rest is not None else 0.0)
-        if hold.decision.is_probe:
+    def observe(self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float) -> None:
+        """A round that was decided on gave all rows together `num_tokens`."""
+        if not self.schedule.adaptive:
             return
-        if hold.decision.has_drafts:
-            self._short.append(hold)
-            if sum(one.num_fed for one in self._short) >= TOLD:
-                if rest is not None:
-                    spent = sum(one.spent(rest) for one in self._short)
-                    self._gains.append(sum(one.rested(rest) for one in self._short) / spent)
-                self._short = []
-            self._drafted, self._rested = self._drafted + hold.num_rounds, 0
-        else:
-            self._look_at(hold)
-            self._drafted, self._rested = 0, self._rested + hold.num_rounds
-
-    def _look_at(self, hold: Hold) -> None:
-        """Learns from rounds without drafts. Those that were cut short are cold, but where rows have few tokens there
-        are no others."""
-        is_whole, is_first = hold.num_rounds > LOOK // 2, not self._resting
-        if not hold.has_pace or not (is_whole or is_first or (hold.is_anew and not self._has_whole)):
+        comparison = self._comparison(rows)
+        took = took_s / self.latency.roofline_s(self.schedule.prefill(), rows, rows, context)
+        self._spent_s += took_s
+        if not decision.has_drafts:
+            self._observe_plain(comparison, took)
             return
-        if is_whole and not self._has_whole:
-            self._resting.clear()
-            self._laid_outs.clear()
-        self._has_whole |= is_whole
-        self._resting.append(hold.pace)
-        if hold.is_anew and not is_first:  # the very first finds even less
-            self._laid_outs.append((hold.laid_out, hold.num_cold))
-        if self._drafted:
-            self._agreed = self._agreed + 1 if self._newest_gain >= PLAIN else 0
+        comparison.drafted.append((num_tokens / rows, took))
+        if not self._has_proof(rows):
+            lost = min(took, 2 * comparison.typical) - num_tokens / rows * median(comparison.plain or [1.0])
+            self._lost_s = max(0.0, self._lost_s + lost * took_s / took)
+        comparison.num_drafted += 1
+        if comparison.num_drafted % DRAFTED_ROUNDS == 0:
+            threshold = 1.0 if comparison.pays else MIN_SPEEDUP
+            comparison.pays = not self.latency.is_timed or comparison.speedup >= threshold
+            if not comparison.pays:
+                self._stop(comparison, "slower")
+                return
+            comparison.pause = FIRST_PAUSE
+        if comparison.num_drafted % (RECHECK_EVERY if comparison.pays else DRAFTED_ROUNDS // 2) == 0:
+            self._begin_plain(comparison)
 
-    @property
-    def _rest(self) -> Rest | None:
-        if not self._resting:
-            return None
-        return Rest(median(self._resting), *(median_low(self._laid_outs) if self._laid_outs else ()))
+    def _observe_plain(self, comparison: Comparison, took: float) -> None:
+        if 0 < comparison.plain_left < PLAIN_ROUNDS:
+            comparison.plain.append(took)
+        comparison.plain_left = max(0, comparison.plain_left - 1)
+        if comparison.paused:
+            comparison.paused -= 1
+            if not comparison.paused:
+                self._begin_plain(comparison)
 
-    @property
-    def must_rest(self) -> bool:
-        """Whatever prices want: who asks for them takes as long as half a step of a small model."""
-        is_vain = self._is_vain and self._rested < self._patience
-        return bool(self._resting) and (is_vain or not (self._is_found or self._budget.is_left))
+    def _stop(self, comparison: Comparison, reason: Outcome) -> None:
+        comparison.stop(reason)
+        self._retry()
 
-    @property
-    def _is_found(self) -> bool:
-        """Whether drafts pay by the clock, without what prices promise."""
-        return self._pays and len(self._gains) >= MANY and (self.gain or 0.0) >= PAYS
+    def _begin_plain(self, comparison: Comparison) -> None:
+        comparison.plain_left = PLAIN_ROUNDS
+        self._retry()
 
-    @property
-    def gain(self) -> float | None:
-        """How many times as fast tokens come with drafts as without; None: too little is known."""
-        if len(self._gains) < ENOUGH:
-            return None
-        gain = median(self._gains)
-        return None if len(self._gains) < MANY and 1 / PLAINLY < gain < PLAINLY else gain
+    def _retry(self) -> None:
+        self.acceptance.retry()
+        self._estimated = None
 
-    @property
-    def _newest_gain(self) -> float:
-        """By the newest look alone: others may be of a slow stretch that is over."""
-        return (self.gain or 0.0) * self._resting[-1] / median(self._resting) if self._resting else 0.0
+    def _comparison(self, rows: int) -> Comparison:
+        return self._comparisons.setdefault(rows.bit_length(), Comparison())
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether drafts gain so much that there is little to ask."""
-        return self._newest_gain >= (PLAIN if self._agreed >= NEWEST - 1 else PLAIN_AT_FIRST)
+    def _has_proof(self, rows: int) -> bool:
+        """Whether drafts pay for as many rows or for more of them, which leave less to gain."""
+        size = rows.bit_length()
+        return any(one.pays for other, one in self._comparisons.items() if other >= size)
 
-    @property
-    def _look_every(self) -> int:
-        """Rounds with drafts."""
-        if self._newest_gain < PLAIN:
-            return LOOK_EVERY
-        return min(SELDOM, LOOK_EVERY << self._agreed + 2 * (self._newest_gain >= PLAIN_AT_FIRST))
+    def _plain_s(self, rows: int, context: int) -> float:
+        predicted_s = self.latency.roofline_s(self.schedule.prefill(), rows, rows, context)
+        return predicted_s * median(self._comparison(rows).plain or [1.0])
 
-    def judge(self, wanted: Decision, *, is_likely: bool = False) -> Decision:
-        """The drafts that prices want, or none. `is_likely`: batches of more rows gain plainly, so fewer do; then one
-        need not look at rounds without drafts first."""
-        gain = self.gain
-        if not (self._resting or is_likely) or self._drafted >= self._look_every:
-            return wanted.without_drafts(LOOK)
-        if self.must_rest:
-            return wanted.without_drafts(RESTS)
-        if gain is None:
-            return wanted if wanted.is_again else replace(wanted, rounds=self._try)
-        count, promised = len(self._gains), min(wanted.promised, MOST_PROMISED)
-        gain = (promised**PROMISED * gain**count) ** (1 / (PROMISED + count))
-        self._pays = gain >= (1 / PAYS if self._pays else PAYS)
-        if self._pays:
-            self._patience = TRY_EVERY
-            return wanted
-        self._agreed = 0
-        self._is_vain = self._rested < self._patience
-        if self._is_vain:
-            return wanted.without_drafts(RESTS)
-        self._patience = min(2 * self._patience, AT_MOST)
-        self._gains.clear()  # what they gained then is not what they gain now
-        self._short = []
-        return wanted if wanted.is_again else replace(wanted, rounds=self._try)
+    def _estimate(self, rows: int, k: int, context: int) -> Decision:
+        """The number of drafts that gives the most tokens per second; of a schedule that is not adaptive, one at
+        least."""
+        if self._estimated is not None:
+            known_rows, left, known = self._estimated
+            if known_rows == rows and left:
+                self._estimated = rows, left - 1, known
+                return known
+        ngram_s, layers_s = self._round_seconds(rows, k, context)
+        ngram_tokens = {length: self._best(length, ngram_s) for length in range(SHORTEST, LONGEST + 1)}
+        layer_tokens = self._best(LAYERS, layers_s) if self.schedule.drafts_by_skipping else 0
+        made = Decision("drafted", layer_tokens, {length: n for length, n in ngram_tokens.items() if n})
+        if not made.has_drafts:
+            made = Decision("no_gain")
+        self._estimated = rows, DECIDE_EVERY - 1, made
+        return made
+
+    def speedups(self, rows: int, k: int, context: int) -> list[float]:
+        """What 0, 1, .. drafts of skipped layers are expected to gain over plain steps."""
+        return self._speedups(LAYERS, self._round_seconds(rows, k, context)[1])
+
+    def _speedups(self, source: int, rounds_s: Sequence[float]) -> list[float]:
+        expected = self.acceptance.expected_tokens
+        return [expected(source, n) * rounds_s[0] / took_s for n, took_s in enumerate(rounds_s)]
+
+    def _round_seconds(self, rows: int, k: int, context: int) -> tuple[list[float], list[float]]:
+        """Seconds of a round with 0, 1, .. drafts of each row: by n-grams, and by skipped layers."""
+        full, drafts, seconds = self.schedule.prefill(), self.schedule.drafts, self.latency.seconds
+        ngram_s = [seconds("plain", full, rows, rows, context)]
+        layers_s, drafts_s = list(ngram_s), 0.0
+        for n in range(1, (self.schedule.draft_tokens or MAX_DRAFT_TOKENS) + 1):
+            ngram_s.append(seconds("verify", full, rows, rows * (1 + n), context))
+            drafts_s += seconds("draft", drafts.step(k + n - 1), rows, rows, context, self.num_draft_outputs)
+            layers_s.append(drafts_s + ngram_s[n])
+        return ngram_s, layers_s
+
+    def _best(self, source: int, rounds_s: Sequence[float]) -> int:
+        """Drafts from one source, where a round with n of them takes `rounds_s[n]`; 0: they do not pay."""
+        speedups = self._speedups(source, rounds_s)
+        best = self.schedule.draft_tokens or max(range(1, len(speedups)), key=speedups.__getitem__)
+        return best if not self.schedule.adaptive or speedups[best] >= MIN_SPEEDUP else 0

@@ -1,53 +1,58 @@
-"""The drafts of a row in a round of lossless decoding (`skipdecode.speculative.speculative_batch`). No torch."""
+"""What one row drafts in a round of lossless decoding (`skipdecode.speculative.speculative_batch`). No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-
-from skipdecode.speculative.draft_length import Source
 
 
 @dataclass
-class Chain:
-    """A row in a round: its newest token, and what is drafted behind it."""
+class Draft:
+    """The newest token of a row and the tokens drafted after it, which one pass at full depth verifies."""
 
-    at: int
-    """The row of the batch."""
-    k: int
-    """Of its newest token."""
+    slot: int
+    """The row's slot in the batch."""
+    step: int
+    """The decode step that feeds its newest token."""
     tokens: list[int]
-    """That token, and the drafts."""
-    room: int
-    """Drafts at most: the last new token of a row is not fed."""
-    sources: list[Source] = field(default_factory=list)
+    """That token, and the drafted ones."""
+    limit: int
+    """Drafted tokens at most: the last new token of a row is not fed."""
+    eos: Sequence[int] = ()
+    """Tokens that end the row."""
+    sources: list[int] = field(default_factory=list)
+    """Of each drafted token (`skipdecode.speculative.controller.LAYERS`, or the length of an n-gram)."""
     wanted: int = 0
-    """Drafts by skipped passes."""
+    """Tokens to draft by skipped layers."""
     layers: int = 0
-    """Run for it in this round."""
+    """Layers run for the row in this round."""
     ffns: int = 0
+    """Feed-forward blocks, likewise."""
 
     @property
-    def num_drafts(self) -> int:
+    def num_drafted(self) -> int:
         return len(self.tokens) - 1
 
-    def num_equal(self, made: Sequence[int]) -> int:
-        """Drafts up to the first that is not what full depth made, by column."""
-        for i, draft in enumerate(self.tokens[1:]):
-            if draft != made[i]:
-                return i
-        return self.num_drafts
+    @property
+    def is_complete(self) -> bool:
+        """True if no pass with skipped layers is to add a token."""
+        return self.num_drafted >= min(self.wanted, self.limit)
 
-    def add(self, tokens: Sequence[int], kind: int, eos: Sequence[int]) -> None:
-        """Drafts, up to one that would end the row."""
-        before = sum(1 for _ in takewhile(lambda source: source[0] == kind, reversed(self.sources)))
-        for place, token in enumerate(tokens[: self.room - self.num_drafts], start=before):
+    def add(self, tokens: Sequence[int], source: int) -> None:
+        """Appends drafted tokens, up to one that would end the row."""
+        for token in tokens[: self.limit - self.num_drafted]:
             self.tokens.append(token)
-            self.sources.append((kind, place))
-            if token in eos:
-                self.room = self.num_drafts
+            self.sources.append(source)
+            if token in self.eos:
+                self.limit = self.num_drafted
                 break
+
+    def num_accepted(self, verified: Sequence[int]) -> int:
+        """Drafted tokens up to the first that differs from what full depth made at its position."""
+        for i, token in enumerate(self.tokens[1:]):
+            if token != verified[i]:
+                return i
+        return self.num_drafted
 
 
 def shares(total: int, count: int) -> list[int]:
-    """`total` over `count` tokens, the first ones getting what is left over."""
+    """`total` spread evenly over `count` tokens, the first ones getting the remainder."""
     return [total // count + (i < total % count) for i in range(count)]

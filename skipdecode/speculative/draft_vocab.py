@@ -1,11 +1,10 @@
-"""Which tokens drafts choose among: those that prompts and texts had so far, once nearly all that come are of them.
+"""The draft vocabulary: the tokens that drafts choose among, once nearly all tokens that come are of them.
 
 The head is a product with a row for every token of the vocabulary: a fifth of the weights of a small model with 49,000
-tokens, and more than that of a draft, which runs few layers. A draft needs no more than the tokens that are likely
-here, since full depth verifies it with all of them. Compare the lexical shortlists of machine translation (arXiv
-1412.2007) and FR-Spec (arXiv 2502.14856), which take theirs from a corpus beforehand; this one learns what the texts at
-hand are made of. A draw by the same random number lands elsewhere where tokens are left out, but only as far as these
-weigh anything together.
+tokens, and a larger share of a draft, which runs few layers. A draft needs only the tokens that are likely here, since
+full depth verifies it with all of them. Lexical shortlists of machine translation (arXiv 1412.2007) and FR-Spec (arXiv
+2502.14856) take theirs from a corpus beforehand; this one learns from the texts at hand. A draw by the same random
+number may land on another token where some are left out, but only as far as these have any probability together.
 """
 
 from collections import Counter
@@ -22,15 +21,15 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import pack
 from skipdecode.model.sampler import argmax
 
-SHARE = 1 / 4  # of the vocabulary that is listed at most: with more of it there is little to gain
-RARE = 1 / 4  # of a full list that words of late may take, however seldom they came
-# Of the tokens that come so many are to be listed ones, or drafts of the others are refused; and the list is given up
-# below the second.
+SHARE = 1 / 4  # of the vocabulary at most: with more of it there is little to gain
+RARE = 1 / 4  # of a full list is for recent tokens, however rare
+# The list is used once it covers so many of the tokens that come, since a draft of any other is refused, and given up
+# when it covers fewer than the second.
 ENOUGH, TOO_FEW = 0.95, 0.92
-SEEN = 256  # tokens that were made before the first list, and until a share of them says anything
-KEEP = 0.996  # of what was counted of that share, at each token: old text says little about new
-NEW = 1 / 16  # of the list: so often others come before it is made anew, which copies rows of the head
-HALVED_EVERY = 1 << 16  # tokens, after which older ones count half
+SEEN = 256  # tokens before the first list, and before its coverage is judged
+KEEP = 0.996  # the weight of older tokens in the coverage, at each new one
+NEW = 1 / 16  # of the list's length: unlisted tokens until it is made anew, which copies rows of the head
+HALVED_EVERY = 1 << 16  # tokens, after which all counts are halved
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,9 @@ class DraftHead:
     """The rows of a model's head that belong to some of its tokens."""
 
     tokens: Tensor
-    """[n] int64, rising: so that ties go as they go among all."""
+    """[n] int64, ascending, so that ties resolve as they do among all tokens."""
     weight: Tensor | PackedWeight
-    """[n, E]: their rows."""
+    """[n, E] their rows."""
 
     @classmethod
     def of(cls, tokens: Iterable[int], model: Decoder) -> "DraftHead":
@@ -62,21 +61,21 @@ class DraftHead:
 
 
 class DraftVocabulary:
-    """Of a model in a process, and learns from all of its texts."""
+    """The draft vocabulary of a model, learned from all texts that pass through it."""
 
     def __init__(self, vocab_size: int, tokens: Iterable[int] = (), *, learns: bool = True) -> None:
-        """Without `learns` it keeps to `tokens`; none: to no list."""
+        """Without `learns` the list stays `tokens`; without these too, there is none."""
         self._most = int(SHARE * vocab_size)
         self._listed, self._learns, self._is_used = frozenset(tokens), learns, not learns
         self._counts: Counter[int] = Counter()
         self._num_counted = 0
         self._tried = self._found = 0.0
-        self._missed: dict[int, None] = {}  # those not listed, in the order in which they came
+        self._missed: dict[int, None] = {}  # unlisted tokens, the latest last
         self._num_missed = 0
         self._head: tuple[frozenset[int], DraftHead] | None = None
 
     def head(self, model: Decoder) -> DraftHead | None:
-        """The head that drafts choose by; None: that of the model. Kept as long as the list stays."""
+        """The head for the listed tokens, kept as long as the list is unchanged; None: that of the model."""
         listed = self.tokens() if model.has_head_rows else None
         if listed is None:
             return None
@@ -85,13 +84,13 @@ class DraftVocabulary:
         return self._head[1]
 
     def read(self, tokens: Iterable[int]) -> None:
-        """A prompt that rows of the next rounds go on with: texts repeat its words, rare ones too."""
+        """Counts the tokens of a prompt, which the text after it repeats, rare ones too."""
         own = dict.fromkeys(tokens)
         self._counts.update(own.keys())
         self._miss(own)
 
     def wrote(self, tokens: Sequence[int]) -> None:
-        """Tokens that full depth made."""
+        """Counts tokens that full depth made."""
         if self._listed:
             for token in tokens:
                 self._tried = KEEP * self._tried + 1.0
@@ -105,11 +104,11 @@ class DraftVocabulary:
 
     @property
     def coverage(self) -> float:
-        """The share of the tokens made lately that were listed when they came; 0 before it can be said."""
+        """The share of recent tokens that were listed when they came; 0 before enough have come."""
         return self._found / self._tried if self._tried >= SEEN / 2 else 0.0
 
     def tokens(self) -> frozenset[int] | None:
-        """The list, the same object as long as it stays; None: drafts choose among all tokens."""
+        """The list, the same object as long as it is unchanged; None: drafts choose among all tokens."""
         if self._learns:
             if self._num_missed > NEW * len(self._listed) and (self._listed or self._num_counted >= SEEN):
                 self._list()
@@ -119,13 +118,13 @@ class DraftVocabulary:
     def _miss(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             if token not in self._listed:
-                self._missed.pop(token, None)  # to the end
+                self._missed.pop(token, None)  # moves it to the end
                 self._missed[token] = None
                 self._num_missed += 1
 
     def _list(self) -> None:
-        """Those that came lately, as far as there is room for rare ones, and those that came most often."""
-        lately = list(self._missed)[-int(RARE * self._most) :]
+        """Lists the latest unlisted tokens, up to RARE of the room, and the most frequent ones."""
+        latest = list(self._missed)[-int(RARE * self._most) :]
         often = (token for token, _ in self._counts.most_common())
-        self._listed = frozenset(islice(dict.fromkeys(chain(lately, often)), self._most))
+        self._listed = frozenset(islice(dict.fromkeys(chain(latest, often)), self._most))
         self._missed, self._num_missed = {}, 0

@@ -11,7 +11,7 @@ from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import now
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 
@@ -22,12 +22,12 @@ def generate_lossless(
     schedule: Lossless,
     *,
     decode_text: DecodeText | None = None,
-    length: DraftLength | None = None,
+    controller: SpeculationController | None = None,
     sharing: PrefixSharing | None = None,
 ) -> BatchResult:
     """Continues every request with the tokens of full depth; completions in the order of the requests."""
     start = now(model.device)
-    batch = SpeculativeBatch(model, schedule, decode_text=decode_text, length=length, is_closed=True)
+    batch = SpeculativeBatch(model, schedule, decode_text=decode_text, controller=controller, is_closed=True)
     return run_to_the_end(batch, requests, sharing, start=start)
 
 
@@ -39,7 +39,7 @@ def run_to_the_end(
     *,
     start: float | None = None,
 ) -> BatchResult:
-    """The same by an empty batch. `start`: when it was begun (`now`); None: now."""
+    """`generate_lossless` by an empty batch, which was begun at `start` (`now`); None: now."""
     model, stats = batch.model, batch.stats
     start = now(model.device) if start is None else start
     rows = batch.join(requests, sharing)

@@ -1,6 +1,6 @@
-"""Drafts by repetition: what followed the last few tokens of a row where they stood before, in its prompt or its text.
+"""Drafts by n-gram matches (prompt lookup): what followed a row's last tokens where they stood before.
 
-Costs no layer at all, and pays where outputs quote inputs: summaries, edits, templates. No torch.
+They run no layer at all, and are right where outputs quote inputs: summaries, edits, templates. No torch.
 """
 
 from array import array
@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 
 from skipdecode.engine.request import Row
 
-SHORTEST, LONGEST = 2, 4  # tokens that must repeat; longer repeats are looked for first
+SHORTEST, LONGEST = 2, 4  # tokens that must match; longer matches are preferred
 _BYTES = array("i").itemsize
 
 
-class Repeats:
-    """The index of one row: its tokens as they lie in memory, which C searches faster than a table would be kept."""
+class TokenIndex:
+    """The tokens of one row as they lie in memory, which `rfind` searches faster than a table could be kept."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._text = bytearray(array("i", tokens).tobytes())
@@ -24,19 +24,15 @@ class Repeats:
     def add(self, tokens: Sequence[int]) -> None:
         self._text += array("i", tokens).tobytes()
 
-    def drop(self, count: int) -> None:
-        """Takes the last `count` tokens away."""
-        if count:
-            del self._text[-count * _BYTES :]
-
     def find(self, count: int, shortest: int = SHORTEST) -> tuple[int, list[int]]:
-        """How many of the last tokens stood before, at most LONGEST, and `count` tokens as they went on there last; 0
-        and none where fewer than `shortest` did. What runs into the end goes round again: a loop has a period."""
+        """The length of the longest n-gram at the end that stood before, LONGEST at most, and `count` tokens as they
+        went on after its last occurrence; 0 and none if even `shortest` tokens did not. A continuation that reaches the
+        end starts over: a loop has a period."""
         for length in range(min(LONGEST, len(self) - 1), shortest - 1, -1):
             at = self._last(length)
             if at is not None:
-                behind = array("i", bytes(self._text[(at + length) * _BYTES :])[: count * _BYTES]).tolist()
-                return length, [behind[i % len(behind)] for i in range(count)] if count else []
+                after = array("i", bytes(self._text[(at + length) * _BYTES :])[: count * _BYTES]).tolist()
+                return length, [after[i % len(after)] for i in range(count)] if count else []
         return 0, []
 
     def _last(self, length: int) -> int | None:
@@ -49,21 +45,28 @@ class Repeats:
         return None
 
 
-class RepeatsOfRows:
-    """The indexes of the rows of a batch, made when they are first asked for."""
+class NgramProposer:
+    """Proposes drafts for the rows of a batch, each from an index of its prompt and its text."""
 
     def __init__(self) -> None:
-        self._made: dict[Row, Repeats] = {}
+        self._indexes: dict[Row, TokenIndex] = {}
 
-    def of(self, row: Row) -> Repeats:
-        """With all tokens that the row has by now."""
-        prompt = row.request.prompt_tokens
-        index = self._made.get(row)
-        if index is None:
-            index = self._made[row] = Repeats(prompt)
-        index.add(row.tokens[len(index) - len(prompt) :])
-        return index
+    def propose(self, row: Row, num_tokens: dict[int, int], limit: int) -> tuple[int, list[int]]:
+        """The length of the n-gram and the drafted tokens, as many as `num_tokens` has for that length; 0 and none
+        without a match."""
+        if not num_tokens or limit <= 0:
+            return 0, []
+        length, tokens = self._index(row).find(min(max(num_tokens.values()), limit), min(num_tokens))
+        return length, tokens[: num_tokens.get(length, 0)]
 
     def keep(self, rows: Collection[Row]) -> None:
-        """Forgets all others."""
-        self._made = {row: index for row, index in self._made.items() if row in rows}
+        """Forgets all other rows."""
+        self._indexes = {row: index for row, index in self._indexes.items() if row in rows}
+
+    def _index(self, row: Row) -> TokenIndex:
+        prompt = row.request.prompt_tokens
+        index = self._indexes.get(row)
+        if index is None:
+            index = self._indexes[row] = TokenIndex(prompt)
+        index.add(row.tokens[len(index) - len(prompt) :])
+        return index

@@ -70,7 +70,7 @@ def test_rows_of_different_limits_share_a_batch_as_at_full_depth(generator: Gene
     assert [record["rows"] for record in result.batches] == [8]
     made = {r.id: a.tokens for r, a in zip(requests, result.answers, strict=True) if isinstance(a, Completion)}
     assert_full(generator, made, requests)
-    assert len(one._draft_lengths) == 1
+    assert len(one._controllers) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -113,8 +113,8 @@ def test_deterministic_rows_are_those_of_fixed_batches(checkpoint_factory: Calla
     for order in (range(20), range(19, -1, -1), [7, 3]):
         answers = ours([requests[i] for i in order]).answers
         assert [a.tokens for a in answers if isinstance(a, Completion)] == [wanted[i] for i in order]
-    (length,) = {id(one): one for one in ours._draft_lengths.values()}.values()
-    assert not length.prices.is_timed
+    (controller,) = ours._controllers.values()
+    assert not controller.latency.is_timed
 
 
 def test_deterministic_drafts_need_kernels(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

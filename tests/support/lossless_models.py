@@ -14,10 +14,9 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
-from skipdecode.speculative.controller import Decision
-from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.controller import Decision, SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
-from skipdecode.speculative.latency_model import Prices
+from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import LONGEST, SHORTEST
 from tests.support.cpu_backends import forced
 from tests.support.cuda_models import random_model
@@ -53,20 +52,24 @@ def models(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Pa
         yield {"opt": opt.pack(), "llama": llama.pack()}
 
 
-class Erratic(DraftLength):
-    """Drafts, and rests, as a die says: for some rounds each, by skipped passes, by repeats, or by both."""
+class Erratic(SpeculationController):
+    """Drafts, and takes plain steps, as a die says: for some rounds each, by skipped layers, by n-grams, or by both."""
 
     def __init__(
         self, schedule: Lossless, config: DecoderConfig, seed: int, vocabulary: DraftVocabulary | None = None
     ) -> None:
-        super().__init__(schedule, Prices(config, 4), vocabulary=vocabulary)
+        super().__init__(schedule, LatencyModel(config, 4), vocabulary=vocabulary)
         self._die = random.Random(seed)
+        self._left, self._decision = 0, Decision("no_gain")
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
+        if self._left == 0:
+            self._left, self._decision = self._die.choice([1, 2, 5, 40]), self._roll()
+        self._left -= 1
+        return self._decision
+
+    def _roll(self) -> Decision:
         die = self._die
-        repeated = {length: die.randint(1, 5) for length in range(SHORTEST, LONGEST + 1) if die.random() < 0.5}
-        continued = {length: die.randint(1, 3) for length in repeated}
-        skipped = die.randint(1, 5) if self.schedule.drafts_by_skipping and die.random() < 0.5 else 0
-        rests = die.random() < 0.4
-        rounds = die.choice([1, 2, 5, 40])
-        return Decision(0, {}, rounds) if rests else Decision(skipped, repeated, rounds, continued if skipped else {})
+        ngrams = {length: die.randint(1, 5) for length in range(SHORTEST, LONGEST + 1) if die.random() < 0.5}
+        layers = die.randint(1, 5) if self.schedule.drafts_by_skipping and die.random() < 0.5 else 0
+        return Decision("no_gain") if die.random() < 0.4 else Decision("drafted", layers, ngrams)

@@ -12,10 +12,10 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.generate import generate_lossless
-from skipdecode.speculative.latency_model import Prices
+from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.lossless_models import DRAFTS, FULL, Erratic, L, models
 from tests.support.naive import greedy, random_prompts
@@ -24,9 +24,11 @@ from tests.support.ties import is_tie
 __all__ = ["models"]  # a fixture
 
 
-def newcomers(model: Decoder, pool: list[Request], length: DraftLength, rng: torch.Generator) -> list[Row]:
+def newcomers(
+    model: Decoder, pool: list[Request], controller: SpeculationController, rng: torch.Generator
+) -> list[Row]:
     """As the continuous scheduler does it: rows join at any step."""
-    batch, rows, waiting = SpeculativeBatch(model, length.schedule, length=length), list[Row](), list(pool)
+    batch, rows, waiting = SpeculativeBatch(model, controller.schedule, controller=controller), list[Row](), list(pool)
     while waiting or not batch.is_done:
         arriving = int(torch.randint(0, 9, (1,), generator=rng))
         if waiting and arriving:
@@ -36,15 +38,21 @@ def newcomers(model: Decoder, pool: list[Request], length: DraftLength, rng: tor
     return rows
 
 
-def retried(model: Decoder, pool: list[Request], length: DraftLength, rng: torch.Generator) -> list[Completion]:
+def retried(
+    model: Decoder, pool: list[Request], controller: SpeculationController, rng: torch.Generator
+) -> list[Completion]:
     """As after the death of a worker: what was made is lost, and the rows are decoded again, in two other batches."""
-    batch = SpeculativeBatch(model, length.schedule, length=length)
+    batch = SpeculativeBatch(model, controller.schedule, controller=controller)
     batch.join(pool)
     for _ in range(int(torch.randint(1, 9, (1,), generator=rng))):
         batch.step()
     middle = (len(pool) + 1) // 2
     parts = [part for part in (pool[:middle], pool[middle:]) if part]
-    return [one for part in parts for one in generate_lossless(model, part, length.schedule, length=length).completions]
+    return [
+        one
+        for part in parts
+        for one in generate_lossless(model, part, controller.schedule, controller=controller).completions
+    ]
 
 
 @pytest.mark.timeout(3600)
@@ -69,15 +77,17 @@ def test_very_many_rows(models: dict[str, Decoder]) -> None:
         ]
         schedule = Lossless(L, DRAFTS[done % len(DRAFTS)], (None, 1, 3, 6)[done % 4])
         listed = DraftVocabulary(model.config.vocab_size, range(0, 200, 2), learns=False) if done % 5 == 0 else None
-        length = DraftLength(schedule, Prices(model.config, 4), vocabulary=listed)
+        controller = SpeculationController(schedule, LatencyModel(model.config, 4), vocabulary=listed)
         if is_erratic:
             schedule = Lossless(L, schedule.drafts, adaptive=True)
-            length = Erratic(schedule, model.config, done, listed)
+            controller = Erratic(schedule, model.config, done, listed)
         how = ("closed", "newcomers", "retried")[int(torch.randint(0, 3, (1,), generator=rng))]
         if how == "closed":
-            ours: Sequence[Completion | Row] = generate_lossless(model, pool, schedule, length=length).completions
+            ours: Sequence[Completion | Row] = generate_lossless(
+                model, pool, schedule, controller=controller
+            ).completions
         else:
-            ours = (newcomers if how == "newcomers" else retried)(model, pool, length, rng)
+            ours = (newcomers if how == "newcomers" else retried)(model, pool, controller, rng)
         full = generate(model, pool, FULL).completions
         for request, a, b in zip(pool, ours, full, strict=True):
             tokens += len(b.tokens)

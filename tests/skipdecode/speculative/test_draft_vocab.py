@@ -13,9 +13,9 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, SkipDecode
-from skipdecode.speculative.draft_length import SKIPPED, DraftLength
+from skipdecode.speculative.controller import Decision, SpeculationController
 from skipdecode.speculative.draft_vocab import HALVED_EVERY, SEEN, SHARE, TOO_FEW, DraftHead, DraftVocabulary
-from skipdecode.speculative.latency_model import Prices
+from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cpu_backends import forced
 from tests.support.cuda_models import random_model, some_requests
@@ -129,22 +129,25 @@ def test_no_head_where_its_weights_are_gone() -> None:
         assert not random_model("llama", layers=LAYERS).pack().has_head_rows
 
 
+class LayersAlone(SpeculationController):
+    """Drafts three tokens by skipped layers, and none by n-grams."""
+
+    def decide(self, rows: int, k: int, context: int) -> Decision:
+        return Decision("drafted", 3)
+
+
 def lossless(
     model: Decoder, requests: list[Request], drafts: SkipDecode, listed: frozenset[int] | None
 ) -> tuple[list[Row], float]:
-    """Rows whose drafts choose among those tokens (None: among all), and the share accepted of skipped passes."""
+    """Rows whose drafts choose among those tokens (None: among all), and the share accepted."""
     schedule = Lossless(LAYERS, drafts, 3)
     vocabulary = None if listed is None else DraftVocabulary(VOCAB, listed, learns=False)
-    length = DraftLength(schedule, Prices(model.config, 4), vocabulary=vocabulary)
-    batch = SpeculativeBatch(model, schedule, length=length)
+    controller = LayersAlone(schedule, LatencyModel(model.config, 4), vocabulary=vocabulary)
+    batch = SpeculativeBatch(model, schedule, controller=controller)
     rows = batch.join(requests)
     while not batch.is_done:
         batch.step()
-    counts = length.acceptance
-    tried, accepted = (
-        sum(n for (kind, _), n in one.items() if kind == SKIPPED) for one in (counts.tried, counts.accepted)
-    )
-    return rows, accepted / tried
+    return rows, batch.stats.accepted_at[0] / batch.stats.drafted_at[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -169,21 +172,21 @@ def test_rows_are_those_of_full_depth_whatever_is_listed(model: Decoder, tempera
 def test_a_run_learns_its_list_and_prices_know_it(model: Decoder) -> None:
     """Texts of few words: from then on drafts choose among these, and are as good."""
     schedule = Lossless(LAYERS, SkipDecode(LAYERS, 3, 3, 1, 1), 3)
-    length = DraftLength(schedule, Prices(model.config, 4))
-    plan = schedule.drafts.step(0)
-    whole_s = length.prices.seconds("draft", plan, 4, 4, 10, length.listed)
+    controller = LayersAlone(schedule, LatencyModel(model.config, 4))
+    plan, latency = schedule.drafts.step(0), controller.latency
+    whole_s = latency.seconds("draft", plan, 4, 4, 10, controller.num_draft_outputs)
     requests = [Request(str(i), [2, 5 + i % 3, 9], r.sampling) for i, r in enumerate(some_requests(80) * 3)]
     wanted = [one.tokens for one in generate(model, requests, FullDepth(LAYERS)).completions]
     rates, listed = [], []
     for _ in range(2):
-        batch = SpeculativeBatch(model, schedule, length=length)
+        batch = SpeculativeBatch(model, schedule, controller=controller)
         rows = batch.join(requests)
         while not batch.is_done:
             batch.step()
         assert [row.tokens for row in rows] == wanted
         rates.append(sum(batch.stats.accepted_at) / sum(batch.stats.drafted_at))
-        listed.append(length.listed)
+        listed.append(controller.num_draft_outputs)
     assert listed[-1] is not None
     assert listed[-1] <= SHARE * VOCAB
     assert rates[1] == pytest.approx(rates[0], abs=0.05)
-    assert length.prices.seconds("draft", plan, 4, 4, 10, length.listed) < whole_s
+    assert latency.seconds("draft", plan, 4, 4, 10, controller.num_draft_outputs) < whole_s

@@ -1,9 +1,10 @@
 """Lossless decoding against full depth: same tokens, whatever is drafted and whoever is in the batch. Float32."""
 
-import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -15,16 +16,16 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
+from skipdecode.engine.results import LosslessStats
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.speculative import ragged_batch as uneven
-from skipdecode.speculative.controller import Decision, Hold
-from skipdecode.speculative.draft_length import DraftLength
+from skipdecode.speculative import ragged_batch
+from skipdecode.speculative.controller import Decision, Outcome, SpeculationController
 from skipdecode.speculative.generate import generate_lossless
-from skipdecode.speculative.latency_model import Prices
+from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cpu_backends import forced, kind, product_dtype
 from tests.support.cuda_models import random_model
@@ -99,19 +100,17 @@ def test_rows_that_come_and_go_have_the_tokens_of_full_depth(
     cancel_at = {row: data.draw(st.integers(0, 20)) for row in names if data.draw(st.integers(0, 3)) == 0}
     schedule, model = Lossless(L, drafts, draft_tokens, adaptive), models[name]
     seed = data.draw(st.integers(0, 99)) if adaptive else None
-    length = None if seed is None else Erratic(schedule, model.config, seed)
-    batch = SpeculativeBatch(model, schedule, length=length)
+    controller = None if seed is None else Erratic(schedule, model.config, seed)
+    batch = SpeculativeBatch(model, schedule, controller=controller)
     rows = run(batch, arrivals, cancel_at)
     assert sorted(rows) == sorted(names)
     for row in rows.values():
         assert_same(models[name], row.request, row.tokens, row.finish_reason)
 
 
-class Resting(Erratic):
-    """Never drafts."""
-
+class NeverDrafting(SpeculationController):
     def decide(self, rows: int, k: int, context: int) -> Decision:
-        return Decision(0, {}, 5)
+        return Decision("no_gain")
 
 
 @pytest.mark.parametrize("limits", [(40, 4, 40), (4, 40, 3), (70, 66, 1)])
@@ -126,7 +125,7 @@ def test_rounds_without_drafts_of_rows_that_draw_and_others(models: dict[str, De
                     zip(random_prompts([5, 9, 3] * 2, seed=1, vocab=200), limits * 2, strict=True)
                 )
             ]
-            batch = SpeculativeBatch(model, schedule, length=Resting(schedule, model.config, 1))
+            batch = SpeculativeBatch(model, schedule, controller=NeverDrafting(schedule, LatencyModel(model.config, 4)))
             rows = run(batch, {0: pool[:3], 6: pool[3:]}, {})
             for row in rows.values():
                 assert_same(model, row.request, row.tokens, row.finish_reason)
@@ -143,7 +142,7 @@ def test_a_join_that_fails_changes_nobody(
         Request(str(i), prompt, sampling)
         for i, (prompt, sampling) in enumerate(zip(random_prompts([4] * 4, seed=1, vocab=200), sampled, strict=True))
     ]
-    batch = SpeculativeBatch(model, schedule, length=Resting(schedule, model.config, 1))
+    batch = SpeculativeBatch(model, schedule, controller=NeverDrafting(schedule, LatencyModel(model.config, 4)))
     rows = batch.join(pool[:3])
     for _ in range(6):  # the second row ends
         batch.step()
@@ -193,65 +192,30 @@ def test_layers_count_what_was_refused(models: dict[str, Decoder]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 30])
-def test_what_every_round_took_is_handed_over(models: dict[str, Decoder], tokens: int) -> None:
-    """By short batches too, which end within a decision; so that those behind them learn of it."""
+def test_every_round_is_observed_and_counted_by_its_outcome(models: dict[str, Decoder], tokens: int) -> None:
+    """Batches that end within a few rounds teach the controller too."""
 
-    class Listening(DraftLength):
-        heard = 0
+    heard = Counter[str]()
 
-        def saw(self, hold: Hold) -> None:
-            super().saw(hold)
-            self.heard += hold.num_rounds
-
-    model, schedule, steps = models["opt"], Lossless(L, Unified(L, 2), None, True), 0
-    length = Listening(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
-    for batch in range(12):
-        pool = requests_for(random_prompts([5, 9], seed=batch, vocab=200), greedy(tokens, ignore_eos=True))
-        steps += generate_lossless(model, pool, schedule, length=length).stats.decode_steps
-    assert length.heard == steps > 0
-
-
-@pytest.mark.parametrize("skipped", [0, 2])
-def test_what_the_host_does_is_priced_by_rounds_whose_passes_skip_layers(
-    models: dict[str, Decoder], skipped: int
-) -> None:
-    """Rounds that look for repeats alone do a third of it, whether they find any or not."""
-
-    class Always(DraftLength):
-        def decide(self, rows: int, k: int, context: int) -> Decision:
-            return Decision(skipped, {} if skipped else {2: 3, 3: 3, 4: 3})
-
-        def again(self, hold: Hold, rows: int, k: int, context: int) -> None:
-            """It stays, however long rounds take on this machine."""
+    class Listening(SpeculationController):
+        def observe(self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float) -> None:
+            super().observe(decision, rows, context, num_tokens, took_s)
+            heard[decision.outcome] += 1
+            assert took_s > 0
+            assert num_tokens >= rows
 
     model, schedule = models["opt"], Lossless(L, Unified(L, 2), None, True)
-    length = Always(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
-    pool = requests_for(random_prompts([5, 9], seed=1, vocab=200), greedy(20, ignore_eos=True))
-    begin = time.perf_counter()
-    generate_lossless(model, pool, schedule, length=length)
-    priced = [took_s for seen in length.prices._rounds_s.values() for took_s in seen]
-    assert bool(priced) == (skipped > 0)
-    assert sum(priced) < time.perf_counter() - begin
-
-
-def test_a_decision_knows_whether_rows_have_come_or_gone(models: dict[str, Decoder]) -> None:
-    class Listening(DraftLength):
-        def hold(self, rows: int, k: int, context: int, *, is_anew: bool = False) -> Hold:
-            heard.append((rows, is_anew))
-            return super().hold(rows, k, context, is_anew=is_anew)
-
-        def decide(self, rows: int, k: int, context: int) -> Decision:
-            return Decision(0, {}, rounds=3)
-
-    heard, model = list[tuple[int, bool]](), models["opt"]
-    schedule = Lossless(L, Unified(L, 2), None, True)
-    length = Listening(schedule, Prices(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
-    pool = [
-        *requests_for(random_prompts([5, 9], seed=1, vocab=200), greedy(4, ignore_eos=True)),
-        Request("long", [5, 7], greedy(10, ignore_eos=True)),
-    ]
-    generate_lossless(model, pool, schedule, length=length)
-    assert heard == [(3, True), (1, True), (1, False)]
+    controller = Listening(schedule, LatencyModel(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
+    counted, steps = Counter[str](), 0
+    for batch in range(12):
+        pool = requests_for(random_prompts([5, 9], seed=batch, vocab=200), greedy(tokens, ignore_eos=True))
+        stats = generate_lossless(model, pool, schedule, controller=controller).stats
+        assert isinstance(stats, LosslessStats)
+        counted.update({name: getattr(stats, f"{name}_rounds") for name in get_args(Outcome)})
+        steps += stats.decode_steps
+        assert stats.draft_s + stats.verify_s <= stats.decode_s
+    assert +counted == heard
+    assert counted.total() == steps > 0
 
 
 def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
@@ -262,12 +226,12 @@ def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
     assert [c.layers_run for c in result.completions] == [0, 0]
 
 
-@pytest.mark.parametrize("at_a_time", [uneven.FEW, 1])
+@pytest.mark.parametrize("at_a_time", [ragged_batch.FEW, 1])
 def test_logprobs_are_those_of_full_depth(
     models: dict[str, Decoder], at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the rows that ask for them, with as many of the likeliest as they ask for; columns are chosen in parts."""
-    monkeypatch.setattr(uneven, "FEW", at_a_time)
+    monkeypatch.setattr(ragged_batch, "FEW", at_a_time)
     prompts, sampling = random_prompts([5, 17, 3], seed=4, vocab=200), greedy(20, temperature=0.5)
     pool = [
         Request(str(i), p, sampling, top_logprobs=top)
