@@ -16,9 +16,9 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
-from skipdecode.engine.results import LosslessStats
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
+from skipdecode.engine.results import LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, Unified
