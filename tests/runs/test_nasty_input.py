@@ -72,6 +72,7 @@ def test_a_folder_of_nasty_files(tmp_path: Path, job: Job) -> None:
     assert (code, verdict["rows"]) == (0, {"ok": len(ok), "failed": 10_002, "input": len(ok) + 10_002}), err
 
 
+@pytest.mark.slow
 def test_a_truncated_parquet_file_is_named_before_the_start(tmp_path: Path, job: Job) -> None:
     source = tmp_path / "in"
     source.mkdir()

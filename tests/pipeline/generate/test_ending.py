@@ -31,7 +31,8 @@ def written(output: Path) -> bool:
     return len(list(output.glob("data/status=ok/*.parquet"))) > 2
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_within_seconds_and_leaves_nothing_behind(
     tiny_checkpoint: Path, tmp_path: Path, how: signal.Signals
 ) -> None:

@@ -51,6 +51,7 @@ def reference(model: Path, row: dict[str, Any]) -> tuple[torch.Tensor, list[int]
     return logits.log_softmax(-1)[:-1], tokens[1:], len(prompt)
 
 
+@pytest.mark.slow
 def test_columns_are_those_of_hugging_face(call: Call, tiny_checkpoint: Path, source: Path, tmp_path: Path) -> None:
     place = tmp_path / "run"
     keys = ("sampling.max_new_tokens=6", "sampling.logprobs=2", "sampling.prompt_logprobs=true")

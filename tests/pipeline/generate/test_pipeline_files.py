@@ -52,6 +52,7 @@ def test_report_figures_are_those_of_the_files(job: Job, tmp_path: Path) -> None
     assert not list((run / "checkpoint").rglob("*.parquet")), "nothing half-written may remain"
 
 
+@pytest.mark.slow
 def test_output_schema_is_the_contract_in_every_file(job: Job, tmp_path: Path) -> None:
     table = pa.table(
         {

@@ -46,6 +46,7 @@ def test_resume_writes_what_is_missing_and_nothing_twice(job: Job, tmp_path: Pat
     assert written == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run/data").rglob("*.parquet")}
 
 
+@pytest.mark.slow
 def test_resume_refuses_another_run(job: Job, tmp_path: Path, tiny_checkpoint: Path, checkpoint_factory: Any) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts(8)])
     arguments = ["-i", str(source), "decode.speedup=2"]

@@ -26,6 +26,7 @@ def write_corpus(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_corpus_of_templates(ending_checkpoint: Any, tmp_path: Path) -> None:
     write_corpus(tmp_path / "in.jsonl")
     arguments = [

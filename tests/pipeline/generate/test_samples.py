@@ -100,6 +100,7 @@ def test_templates_and_samples_are_rows_and_a_resume_makes_only_those_that_are_m
         assert (code, key in err) == (2, True), err
 
 
+@pytest.mark.slow
 def test_samples_of_openai_lines_come_back_as_choices(call: Call, tiny_checkpoint: Path, tmp_path: Path) -> None:
     place, source = tmp_path / "run", tmp_path / "in.jsonl"
     bodies: dict[str, dict[str, Any]] = {

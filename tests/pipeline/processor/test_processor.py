@@ -43,6 +43,7 @@ def config(source: Path, **sections: Any) -> dict[str, Any]:
     return tree | sections
 
 
+@pytest.mark.slow
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert run_blocks("processor.md") == 1
