@@ -288,7 +288,6 @@ def test_configs_are_no_package() -> None:
     assert {path.suffix for path in (ROOT / "configs").iterdir()} == {".yaml"}
 
 
-@pytest.mark.xfail(reason="being rewritten")
 def test_the_page_on_architecture_names_every_room() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     folders = {f"{name(path.parent)}/" for path in MODULES}
