@@ -1,7 +1,7 @@
-"""`input.*`: which files are read, and what of a row becomes its prompt.
+"""The section `input`: which files are read, and how a row becomes a prompt.
 
-Left out: whether the files and their columns are there (`pipeline.input`), and whether a template can be compiled
-(`pipeline.input.prompt_templates`).
+Whether the files and columns exist is checked in `pipeline.input`, whether a template compiles in
+`pipeline.input.prompt_templates`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pipeline.config.tree import Section
 from pipeline.formatting import Json
 
 PROMPT_SOURCES: Final = ("prompt_column", "template", "templates", "messages_column")
-"""Keys of which a run takes one: where its prompts come from."""
+"""The keys that say where prompts come from, of which a run takes one."""
 MAX_TEMPLATES: Final = 1024
 
 TemplateName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
@@ -22,31 +22,31 @@ TemplateText = Annotated[str, Field(min_length=1)]
 
 class InputConfig(Section):
     path: Annotated[tuple[str, ...], Field(min_length=1)] = ("prompts/",)
-    """Files, folders, patterns (`*`, `?`, `**`) or URIs; a folder is read recursively."""
+    """Files, folders, patterns (`*`, `?`, `**`) or URIs; folders are read recursively."""
     format: Literal["auto", "parquet", "arrow", "jsonl", "csv", "text", "openai_batch"] = "auto"
-    """auto: by the names of the files. arrow: what `datasets` saves to disk, and other Arrow IPC files."""
+    """auto: by the file names. arrow: what `datasets` saves to disk, and other Arrow IPC files."""
     prompt_column: Annotated[str, Field(min_length=1)] = "prompt"
-    """Where the prompt is: a text. In place of it one of the next three keys."""
+    """The column with the prompt, a string. One of the next three keys may replace it."""
     template: TemplateText | None = None
-    """Jinja, over the row's columns: `"Question: {{ question }}\\nAnswer:"`."""
+    """A Jinja template over the row's columns: `"Question: {{ question }}\\nAnswer:"`."""
     templates: Annotated[dict[TemplateName, TemplateText], Field(min_length=1, max_length=MAX_TEMPLATES)] | None = None
-    """Several by name (`[a-z0-9_]+`): each document becomes a row for each of them."""
+    """Several templates by name (`[a-z0-9_]+`); each document becomes one row per template."""
     messages_column: Annotated[str, Field(min_length=1)] | None = None
-    """Where a conversation is: a list of `{role, content}`, or its JSON; it goes through the chat template."""
+    """The column with a conversation, a list of `{role, content}` or its JSON, which the chat template renders."""
     chat: bool = False
-    """Whether the prompt, or what a template makes, is a message of the user's for the chat template. A model with a
-    template is remarked on where the key is not given."""
+    """Whether each prompt, or rendered `template`, is sent through the chat template as a user message. If the key
+    is not given and the model has a chat template, a line at the start says so."""
     system: Annotated[str, Field(min_length=1)] | None = None
-    """A system message before each conversation that has none; needs `chat` or `messages_column`."""
+    """A system message for every conversation that has none; needs `chat` or `messages_column`."""
     chat_template: Annotated[str, Field(min_length=1)] = "auto"
-    """A file with the chat template (Jinja); auto: the checkpoint's own."""
+    """A file with a chat template (Jinja); auto: the checkpoint's own."""
     id_column: Annotated[str, Field(min_length=1)] = "id"
-    """Where a row's id is; a row without one gets an id from its file and row number."""
+    """The column with the id; a row without one gets an id made of its file and row number."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Only the first rows (documents, where each becomes several rows), in file order."""
+    """Read only the first rows in file order (documents, where one becomes several rows)."""
     too_long: Literal["fail_row", "truncate_left", "truncate_right"] = "fail_row"
-    """What becomes of a prompt that leaves no room for `sampling.max_new_tokens`. Chats fail under truncate_right: it
-    would cut what asks for the answer."""
+    """What happens to a prompt that leaves no room for `sampling.max_new_tokens`. Under truncate_right conversations
+    fail, since it would cut off what asks for the answer."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -65,23 +65,24 @@ class InputConfig(Section):
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts go through the chat template; OpenAI batch lines say it themselves."""
+        """Whether prompts go through the chat template. OpenAI batch lines decide that by their URL."""
         return self.chat or self.messages_column is not None
 
     @property
     def by_name(self) -> Mapping[str, str]:
-        """The templates by name, in the order of the rows of a document; "" is the name of `template`."""
+        """The templates by name, in the order of a document's output rows; `template` has the name ""."""
         if self.template is not None:
             return {"": self.template}
         return dict(sorted((self.templates or {}).items()))
 
     @property
     def text_column(self) -> str | None:
-        """The column whose text is the prompt; None: there is none."""
+        """The column whose text is the prompt; None if prompts are rendered."""
         return None if self.by_name or self.messages_column is not None else self.prompt_column
 
 
 def stored_input(tree: Mapping[str, Json]) -> dict[str, Json]:
-    """`input` of a configuration that was written out whole: without the default that gave way to another source."""
+    """The section `input` as a run folder stores it, without the default `prompt_column` where another source is
+    given."""
     is_other = any(tree.get(name) is not None for name in PROMPT_SOURCES[1:])
     return {key: value for key, value in tree.items() if not (is_other and key == "prompt_column")}

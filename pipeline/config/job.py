@@ -1,7 +1,7 @@
-"""The configuration of a run: one frozen tree. How it is read and checked is `pipeline.config.tree`, offered here too.
+"""The configuration of a run: one frozen tree of sections. How it is read and checked is in `pipeline.config.tree`.
 
-Nothing is resolved here that needs a cluster, a checkpoint or an input file: `auto` stays `auto` until
-`pipeline.generate.plan.plan_run`.
+Nothing that needs a cluster, a checkpoint or an input file is resolved here: `auto` stays `auto` until
+`pipeline.generate.plan.plan_run`. The docstrings of the fields are what users read in docs/configuration.md.
 """
 
 from collections.abc import Sequence
@@ -48,38 +48,39 @@ else:
     MethodName = Literal[tuple(METHODS)]
 
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
-MAX_SAMPLES = 1024  # of a document
+MAX_SAMPLES = 1024  # per prompt
 
 
 class ModelConfig(Section):
     source: str = DEMO
-    """A folder or a hub id in Hugging Face layout, or a .gguf file, of a family in docs/models.md."""
+    """A folder or hub id in Hugging Face layout, or a .gguf file. docs/models.md lists the supported families."""
     adapter: str | None = None
-    """The folder of a LoRA adapter for `source`, as PEFT saves it, merged into the weights at load; null: none."""
+    """The folder of a LoRA adapter in PEFT's format, merged into the weights of `source` at load; null: no adapter."""
     tokenizer: str | None = None
-    """A folder, a hub id or a .gguf file; null: the model's own."""
+    """A folder, hub id or .gguf file with another tokenizer; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
+    """The type that the decoder computes in; auto: bfloat16 where the device multiplies it natively, else float32."""
     quantization: Quantization | None = None
-    """int8: weights of 8 bits, half of their bytes and other tokens; for bfloat16 on CPUs with AMX, or AVX-512 with
-    BF16 and VNNI."""
+    """int8: 8-bit weights, which halves the bytes read per step and changes some tokens. For bfloat16 on CPUs with AMX,
+    or with AVX-512 that has BF16 and VNNI. null: the weights as they are."""
 
 
 class FFNSkipConfig(Section):
-    """Feed-forward blocks that are left out; what the values may be is checked where the schedule is made."""
+    """FFN-SkipLLM: which feed-forward blocks of generated tokens are skipped."""
 
     mode: Literal["row", "calibrated", "fixed"] = "row"
     """row: the paper's rule. calibrated: the layers that the checkpoint carries (`jobs.calibrate`). fixed: `layers`."""
     threshold: float | None = None
-    """row: the cosine similarity from which a row skips its later blocks; null: 0.98."""
+    """row: the cosine similarity of the states before and after a block from which a row skips the next ones; null:
+    0.98."""
     cold_start: int | None = None
     """row: layers from the bottom that never skip; null: 4."""
     cold_end: int | None = None
     """row: layers from the top that never skip; null: 4."""
     warmup_tokens: int | None = None
-    """Decode steps at the start of an answer that skip nothing; null: 25, or what the checkpoint carries."""
+    """How many decode steps at the start of an answer skip nothing; null: 25, or what the checkpoint carries."""
     layers: tuple[int, ...] | None = None
-    """fixed: layers whose feed-forward block is left out."""
+    """fixed: the layers whose feed-forward block is skipped, numbered from 0."""
 
 
 class DecodeConfig(Section):
@@ -87,27 +88,29 @@ class DecodeConfig(Section):
     """null: skipdecode if another key of the schedule is given, else the schedule that the checkpoint carries as
     `skip_decode`, else full depth. With `lossless`: the drafts it carries, and skipdecode at speedup 2 without any."""
     speedup: float | None = None
-    """A preset of the paper: 2, 3, 4 or 5; 1 is full depth; null: `max_layers` and `min_layers`, or 2."""
+    """One of the SkipDecode paper's presets, 2, 3, 4 or 5; 1 is full depth. null: `max_layers` and `min_layers` say it,
+    or else 2."""
     max_layers: int | None = None
-    """skipdecode, early_exit: layers that run in the first decode step."""
+    """skipdecode, early_exit: how many layers run in the first decode step."""
     min_layers: int | None = None
-    """skipdecode, early_exit: layers that run from the last step of `horizon` on."""
+    """skipdecode, early_exit: how many layers run from the end of `horizon` on."""
     warmup_layers: int | None = None
-    """skipdecode: layers from the bottom that always run; null: 1."""
+    """skipdecode: how many layers from the bottom always run; null: 1."""
     horizon: int | None = None
-    """Decode steps over which the depth falls; null: max(max_new_tokens - 1, 1), and 63 with `lossless`."""
+    """The number of decode steps over which the depth falls; null: max(max_new_tokens - 1, 1), or 63 with
+    `lossless`."""
     layers: int | tuple[int, ...] | None = None
-    """For `unified`: how many layers run. For `layers`: which ones, a list of numbers from 0 on."""
+    """unified: how many layers run. layers: which ones, a list of numbers from 0 on."""
     lossless: Annotated[bool, Field(strict=True)] | Literal["auto"] = False
-    """true: the schedule only drafts, full depth verifies, and its tokens come out. auto: drafts are made
-    where a gain is expected."""
+    """true: the schedule only drafts tokens and full depth verifies them, so the output is that of full depth. auto:
+    drafts only where that is expected to be faster."""
     draft_tokens: Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_DRAFTS, strict=True)] = "auto"
-    """lossless: tokens drafted at a time; auto: as many as pay."""
+    """lossless: how many tokens are drafted at a time; auto: as many as pay off."""
     ffn_skip: FFNSkipConfig | None = None
-    """FFN-SkipLLM on top of `method`; null: every layer that runs runs its feed-forward block."""
+    """FFN-SkipLLM on top of `method`; null: no feed-forward block is skipped."""
     prefix: Literal["auto", "off"] = "auto"
-    """auto: what prompts of a window begin with alike is run once, where that saves time; off: every prompt by itself.
-    Without effect under `sampling.deterministic`."""
+    """auto: a prefix shared by several prompts of a window runs once, where that saves time. off: every prompt runs by
+    itself. No effect under `sampling.deterministic`."""
 
     @property
     def is_given(self) -> bool:
@@ -122,19 +125,20 @@ class DecodeConfig(Section):
 
 class PrefillConfig(Section):
     method: Literal["full", "swiftkv"] = "full"
-    """swiftkv: prompt tokens stop half-way; needs a checkpoint that carries SwiftKV's weights."""
+    """swiftkv: prompt tokens skip the upper layers; needs a checkpoint that carries SwiftKV's weights."""
 
 
 class SwiftKVSection(Section):
-    """The shape of SwiftKV, where a model is given it (`jobs.distill`, `jobs.bench`)."""
+    """The shape of SwiftKV for a model that is to get it (`distill`, `bench`)."""
 
     kv_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers with K/V of their own, from the bottom; null: half of them."""
+    """How many layers from the bottom keep their own keys and values; null: half of all layers."""
     group_size: Annotated[int, Field(ge=1)] = 1
-    """Neighbouring layers above that share one K/V (AcrossKV); divides their number."""
+    """How many neighbouring layers above those share one set of keys and values (AcrossKV); must divide their
+    number."""
 
     def shape(self, model_config: DecoderConfig) -> SwiftKVConfig:
-        """For a model of that shape; ValueError when it cannot have it."""
+        """The same as the model's configuration has it; ValueError if a model of this shape cannot."""
         shape = SwiftKVConfig(self.kv_layers or -(-model_config.num_hidden_layers // 2), self.group_size)
         shape.check(model_config)
         return shape
@@ -142,28 +146,29 @@ class SwiftKVSection(Section):
 
 class SamplingConfig(Section):
     prompt_logprobs: bool = False
-    """Whether the tokens of the prompts are scored too, at full depth (column `prompt_logprobs`)."""
+    """Whether prompt tokens are scored too, at full depth (column `prompt_logprobs`)."""
     max_new_tokens: Annotated[int, Field(ge=0)] = 64
-    """Tokens of an answer at most; 0 scores the prompt alone, with `prompt_logprobs`."""
+    """The most tokens that an answer may have; 0, with `prompt_logprobs`, only scores the prompt."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
-    """0: greedy."""
+    """0 is greedy decoding."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Draw from the smallest set of tokens with this much probability; 1: from all."""
+    """Sample from the smallest set of tokens with at least this much probability in all; 1: from all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0: no limit."""
+    """Sample from this many of the likeliest tokens; 0: no limit."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """Random numbers depend on seed, row id and step alone."""
+    """Random numbers depend on the seed, the row's id and the step, and on nothing else."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end an answer; they are not part of it."""
+    """Strings that end an answer, and are not part of it."""
     ignore_eos: bool = False
-    """Whether answers go on behind the end-of-text token."""
+    """Whether generation continues after the end-of-text token."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Log-probabilities of the generated tokens (column `logprobs`), and of so many likeliest tokens in the place of
-    each (`top_logprobs`): the model's own, before temperature, `top_k` and `top_p`. null: none."""
+    """Log-probabilities of the generated tokens (column `logprobs`) and of this many of the likeliest tokens at each
+    position (`top_logprobs`), as the model gives them before temperature, `top_k` and `top_p`. null: none."""
     deterministic: bool = False
-    """Fixes batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
+    """Fixes the shapes of batches, so that in bfloat16 too a row's tokens depend only on the model, the configuration,
+    the prompt, the id and the seed."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    """Answers to each prompt, a row each with an id of its own; more than 1 needs a `temperature`."""
+    """How many answers each prompt gets, each in a row with its own id; more than 1 needs a `temperature`."""
 
     @field_validator("n")
     @classmethod
@@ -187,9 +192,9 @@ class SamplingConfig(Section):
 
 class OutputConfig(Section):
     path: Annotated[str, Field(min_length=1)] = "outputs/run"
-    """The folder to write: local, or a URI."""
+    """The run folder: a local path or a URI."""
     if_exists: Literal["fail", "resume", "overwrite"] = "fail"
-    """What to do where the folder holds something; `--resume` and `--overwrite` set it."""
+    """What to do if the folder is not empty; `--resume` and `--overwrite` set it."""
 
 
 Auto = Literal["auto"]
@@ -198,17 +203,17 @@ PoolSize = Auto | Annotated[int, Field(ge=1)] | tuple[int, int]
 
 class ActorsConfig(Section):
     num_actors: PoolSize = "auto"
-    """A number, or [min, max] for a pool that grows and shrinks."""
+    """How many workers decode, or [min, max] for a pool that grows and shrinks."""
     num_gpus: Auto | Annotated[float, Field(ge=0)] = "auto"
-    """GPUs of each actor; auto: 1 where the cluster has GPUs, else 0. Below 1 actors share one. Above 1 the model's
-    layers lie on so many, in turns: for models that do not fit one."""
+    """GPUs per worker; auto: 1 where the cluster has GPUs, else 0. Below 1, workers share a GPU. Above 1, the layers of
+    a model that does not fit on one GPU are split over several (pipeline parallelism)."""
     num_cpus: Auto | Annotated[float, Field(gt=0)] = "auto"
-    """Of each actor; a number bounds its torch threads too."""
+    """CPUs per worker; a number also limits its torch threads."""
     batch_size: Auto | Annotated[int, Field(ge=1)] = "auto"
-    """Rows of a batch; auto: what memory allows, by prompt length."""
+    """Rows per batch; auto: as many as fit in memory, by prompt length."""
     memory_share: Annotated[float, Field(gt=0.0, le=0.95)] = MEMORY_SHARE
-    """Of a GPU's memory, what a worker takes for weights and caches; prompts' states and graphs have the rest. Hosts
-    give a quarter of what is free."""
+    """The share of a GPU's memory that a worker uses for weights and KV caches; the rest is for activations and CUDA
+    graphs. On CPUs a worker uses a quarter of the free memory."""
     length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         32,
         64,
@@ -218,13 +223,13 @@ class ActorsConfig(Section):
         1024,
         2048,
     )
-    """Prompt lengths, in tokens; rows of one batch are of one bucket."""
+    """Upper ends of the ranges of prompt lengths, in tokens; all rows of a batch are of one range."""
     window_batches: Annotated[int, Field(ge=1)] = 4
-    """Batches' worth of rows an actor takes at a time and sorts by length."""
+    """How many batches of rows a worker takes at a time and sorts by length."""
     share_leftovers: bool = True
-    """Whether actors that have nothing left to do take over parts of other actors' windows."""
+    """Whether idle workers take over rows that another worker has not started (work stealing)."""
     price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    """What all machines of the run together cost per hour, in any currency; for estimate and report."""
+    """What all machines of the run cost per hour together, in any currency; used in the estimate and the report."""
 
     @field_validator("num_gpus")
     @classmethod
@@ -235,7 +240,7 @@ class ActorsConfig(Section):
 
     @property
     def num_devices(self) -> int:
-        """That the layers of a worker's model lie on."""
+        """How many devices the layers of a worker's model are split over."""
         return 1 if self.num_gpus == "auto" else max(1, int(self.num_gpus))
 
     @field_validator("length_buckets")
@@ -255,22 +260,24 @@ class ActorsConfig(Section):
 
 class BaselineConfig(Section):
     fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.02
-    """Share of batches also decoded at full depth; at least the first few of each worker, unless it is 0."""
+    """The share of batches that are also decoded at full depth, to measure speedup and agreement; at least the first
+    few of each worker, unless it is 0."""
 
 
 class LimitsConfig(Section):
     max_failed_rows: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
-    """A whole number of rows, or a share of the input (a float from 0.0 to 1.0)."""
+    """How many rows may fail before the exit code is 3: a whole number, or a share of the input (0.0 to 1.0)."""
     max_row_attempts: Annotated[int, Field(ge=1)] = 3
-    """Deaths of a worker with a row alone in hand, until the row fails as `poison_row`."""
+    """How many times a worker may die on a row that it decodes alone before the row fails as `poison_row`."""
     max_line_bytes: Annotated[int, Field(ge=1)] = MAX_LINE_BYTES
-    """Of a line of the input (a row of CSV); a longer one fails as `bad_line`, whatever it decompresses to."""
+    """The most bytes that a line of the input (a row, in CSV) may have when decompressed; longer ones fail as
+    `bad_line`."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 1800
-    """Seconds without a finished block after which the run ends."""
+    """Seconds without progress after which the run ends with an error."""
 
 
 class JobConfig(Section):
-    """Everything `python -m jobs.generate` can be told."""
+    """All configuration keys of `skipdecode generate`."""
 
     model: ModelConfig = ModelConfig()
     decode: DecodeConfig = DecodeConfig()
@@ -284,5 +291,5 @@ class JobConfig(Section):
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
-    """Reads `path` (YAML; None: all defaults), applies `a.b=value` overrides in order, checks it all."""
+    """The configuration of a YAML file (None: all defaults) with `a.b=value` overrides applied in order, checked."""
     return build_config(JobConfig, read_tree(path, overrides))

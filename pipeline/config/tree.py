@@ -1,7 +1,7 @@
-"""How any configuration is read: YAML and `key=value` overrides to a nested dict, and that to a frozen, checked tree.
+"""Reads configurations: YAML and `key=value` overrides become a nested dict, and that a frozen, checked tree.
 
-An unknown key, a wrong type or an impossible combination is a `ConfigError` that names the dotted key. Which keys there
-are is said elsewhere: of a run in `pipeline.config.job`, of other verbs in their rooms.
+An unknown key, a wrong type or an impossible combination is a `ConfigError` that names the dotted key. The keys
+themselves are declared elsewhere: those of a run in `pipeline.config.job`, those of other verbs beside the verb.
 """
 
 import difflib
@@ -19,14 +19,14 @@ from pydantic_core import ErrorDetails
 from pipeline.formatting import Json
 
 TEXT_KEYS = frozenset({"input.template", "input.system"})
-"""Texts that look like YAML's mappings: on the command line they need no quotes of YAML's."""
+"""Keys whose text may look like a YAML mapping (`{{ name }}`); on the command line it needs no YAML quotes."""
 
 
 class ConfigError(ValueError):
     """Bad configuration or input, found before anything was started: exit code 2.
 
-    `key`: the dotted key at fault, empty where there is none. `message`: what is wrong with it, and the remedy.
-    `problems`: the same as pairs. Of several problems `key` is empty, and `message` has a line for each.
+    `key` is the dotted key at fault, or empty; `message` says what is wrong with it and names the remedy. `problems`
+    are pairs of both. If there are several, `key` is empty and `message` has a line for each.
     """
 
     exit_code = 2
@@ -41,19 +41,19 @@ class ConfigError(ValueError):
 
     @classmethod
     def of(cls, problems: Iterable[tuple[str, str]]) -> Self:
-        """Of one or several (key, message); the same one twice counts once."""
+        """One error for one or several problems (key, message); repeated ones count once."""
         found = tuple(dict.fromkeys(problems))
         return cls(*found[0]) if len(found) == 1 else cls("", "\n".join(_line(*each) for each in found), found)
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Of an error of a package below, which says `key: message`, or the message alone."""
+        """The error for a ValueError from a package below, whose text is `key: message` or just the message."""
         key, colon, message = str(text).partition(": ")
         is_key = colon and "\n" not in message and re.fullmatch(r"[a-z_][\w.\-]*", key)
         return cls(key, message) if is_key else cls("", str(text))
 
     def renamed(self, old: str, new: str) -> Self:
-        """The same error where a verb calls the key `old`, or those below it, `new`."""
+        """The same error for a verb in which the key `old`, or the section, is called `new`."""
         return self.of((_renamed(key, old, new), message) for key, message in self.problems)
 
 
@@ -66,42 +66,42 @@ def _renamed(key: str, old: str, new: str) -> str:
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after loading, no silent coercion.
+    """Base class of every section: unknown keys are errors, and values never change after loading.
 
-    Validators are made at first use: a task of Ray imports the classes, and checks nothing with them.
+    Validators are built at first use, since Ray tasks import the classes without validating anything.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """Pydantic would take true for 1."""
+    def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses what pydantic would take for 0 or 1."""
         if isinstance(value, bool) and info.field_name is not None:
-            kinds = _leaves(cls.model_fields[info.field_name].annotation)
+            kinds = _value_types(cls.model_fields[info.field_name].annotation)
             if kinds & {int, float} and not kinds & {bool, Any, object}:
                 raise ValueError("expected a number, not true or false")
         return value
 
 
-def _leaves(annotation: object) -> set[object]:
-    """The types that a value may be of."""
+def _value_types(annotation: object) -> set[object]:
+    """The types that a value with this annotation may have, unions taken apart."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType, Annotated) else ()
-    return {annotation} if not parts else set[object]().union(*map(_leaves, parts))
+    return {annotation} if not parts else set[object]().union(*map(_value_types, parts))
 
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
 def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Json]:
-    """The nested dict that a YAML file and dotted overrides stand for, unchecked."""
+    """The nested dict that a YAML file and dotted overrides make, not yet validated."""
     tree = read_file(path) if path is not None else {}
     apply_overrides(tree, [read_override(override) for override in overrides])
     return tree
 
 
 def read_file(path: str | Path) -> dict[str, Json]:
-    """The mapping that a YAML file holds; of an empty one, an empty one."""
+    """The mapping in a YAML file; empty for an empty file."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -114,7 +114,7 @@ def read_file(path: str | Path) -> dict[str, Json]:
 
 
 def read_override(override: str) -> tuple[str, Json]:
-    """The dotted key and the value of `key=value`, where the value is YAML."""
+    """The dotted key and the value of `key=value`; the value is YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         hint = "; a file is given by an option, e.g. -i FILE" if os.path.exists(override) else ""
@@ -130,7 +130,7 @@ def read_override(override: str) -> tuple[str, Json]:
 
 
 def schedule_keys() -> frozenset[str]:
-    """Of `decode`: what belongs to its `method`, and goes when the command line gives another."""
+    """The keys of `decode` that belong to its `method`, and are dropped if the command line gives another method."""
     from skipdecode.schedules.from_config import METHODS  # here: tasks that read rows need no schedules
 
     return frozenset(key for method in METHODS.values() for key in method.keys)
@@ -139,8 +139,8 @@ def schedule_keys() -> frozenset[str]:
 def apply_overrides(tree: dict[str, Json], overrides: Sequence[tuple[str, Json]]) -> None:
     """Sets dotted keys of `tree`, in order.
 
-    Where `decode.method` is among them, what the tree said of its own method goes first, so that
-    `decode.method=full` is enough. Keys among the overrides stay, whatever their order.
+    An override of `decode.method` first removes the keys of the method that the file named, so that
+    `decode.method=full` is enough. Keys given as overrides stay, whatever their order.
     """
     decode = tree.get("decode")
     if isinstance(decode, dict) and any(key == "decode.method" for key, _ in overrides):
@@ -151,7 +151,7 @@ def apply_overrides(tree: dict[str, Json], overrides: Sequence[tuple[str, Json]]
 
 
 def set_key(tree: dict[str, Json], dotted: str, value: Json) -> None:
-    """Sets a dotted key of a nested dict; an empty section on the way is made."""
+    """Sets a dotted key of a nested dict and creates sections that are missing on the way."""
     *parents, last = dotted.split(".")
     for name in parents:
         if tree.get(name) is None:
@@ -164,7 +164,7 @@ def set_key(tree: dict[str, Json], dotted: str, value: Json) -> None:
 
 
 def section_of(tree: dict[str, Json], name: str) -> dict[str, Json]:
-    """What an unchecked tree has under `name`; of none, an empty one."""
+    """The section `name` of a tree that is not validated yet; empty if it is missing."""
     section = tree.get(name)
     if not isinstance(section, dict | None):
         raise ConfigError(name, f"expected a section, got {section!r}")
@@ -172,7 +172,7 @@ def section_of(tree: dict[str, Json], name: str) -> dict[str, Json]:
 
 
 def build_config(cls: type[SectionT], tree: dict[str, Json]) -> SectionT:
-    """Validates `tree` as a `cls`; raises `ConfigError` with one line per problem, each with its dotted key."""
+    """Validates `tree` as a `cls`; raises ConfigError with one line per problem, each with its dotted key."""
     tree = {name: {} if value is None and _is_section(cls, name) else value for name, value in tree.items()}
     try:
         return cls.model_validate(tree)
@@ -181,10 +181,10 @@ def build_config(cls: type[SectionT], tree: dict[str, Json]) -> SectionT:
 
 
 def _describe(cls: type[Section], problem: ErrorDetails) -> tuple[str, str]:
-    """The dotted key at fault, and what is wrong with it."""
+    """The dotted key at fault and what is wrong with it."""
     location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        return ".".join(location), f"unknown key; {_meant(cls, location)}"
+        return ".".join(location), f"unknown key; {_suggestion(cls, location)}"
     # A union reports every branch it tried; the key is the part of the path that is a field or an index.
     is_name = [part.isidentifier() and part.islower() and part not in _TYPE_TAGS for part in location]
     is_index = [part.isdigit() and named for part, named in zip(location, [*is_name[1:], False], strict=True)]
@@ -193,9 +193,9 @@ def _describe(cls: type[Section], problem: ErrorDetails) -> tuple[str, str]:
     return key, f"{message} (got {problem['input']!r})"
 
 
-def _meant(cls: type[Section], location: Sequence[str]) -> str:
-    """What to write in place of an unknown key: one beside it that is nearly called so, or one of another section."""
-    names, elsewhere = _field_names(cls, location[:-1]), _dotted(cls)
+def _suggestion(cls: type[Section], location: Sequence[str]) -> str:
+    """What to write for an unknown key: a similar key of the same section or of another one, or all known keys."""
+    names, elsewhere = _field_names(cls, location[:-1]), _leaf_keys(cls)
     of_leaf = {dotted.rpartition(".")[2]: dotted for dotted in reversed(elsewhere)}  # the first of a name
     if close := difflib.get_close_matches(location[-1], names, n=1):
         return f"did you mean {close[0]!r}?"
@@ -204,13 +204,13 @@ def _meant(cls: type[Section], location: Sequence[str]) -> str:
     return f"known keys: {', '.join(names)}"
 
 
-def _dotted(cls: type[Section]) -> list[str]:
-    """All keys that are no sections, but for those of lists."""
+def _leaf_keys(cls: type[Section]) -> list[str]:
+    """The dotted names of all keys that hold values; those inside lists of sections are left out."""
     found = list[str]()
     for name, field in cls.model_fields.items():
         inside = field.annotation
         if isinstance(inside, type) and issubclass(inside, Section):
-            found += [f"{name}.{key}" for key in _dotted(inside)]
+            found += [f"{name}.{key}" for key in _leaf_keys(inside)]
         elif _section_in(inside) is None:
             found.append(name)
     return found
@@ -236,7 +236,7 @@ def _field_names(cls: type[Section], location: Sequence[str]) -> list[str]:
 
 
 def _section_in(annotation: object) -> type[Section] | None:
-    """The section that a field is, or that it holds a list of."""
+    """The section that a field is, or whose list it holds."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)
