@@ -1,7 +1,7 @@
-"""Arrow columns in another type, those with parts of type null too: Arrow's own casts break them (pyarrow 26).
+"""Casts of Arrow columns that also work for types with parts of type null, which Arrow's own casts break (pyarrow 26).
 
-A cast from null to null inside lists and structs gives as many values as the column has rows. So what has such a part
-is taken apart, and put together again from parts that were cast one by one.
+A cast from null to null inside lists and structs gives as many values as the column has rows. So columns with such a
+part are taken apart, cast part by part, and put together again.
 """
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""The checkpoint that a configuration names: found, checked, with its schedule and dtype settled. All errors are
-`ConfigError`. Left out: the output folder (`store`, `generate.places`)."""
+"""Finds and checks the checkpoint that a configuration names, and settles its schedule. All errors are
+`ConfigError`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +26,19 @@ from skipdecode.schedules.trained import why_untuned
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A checkpoint that was found fit to run, and how it will be decoded."""
+    """A checkpoint that can run, and how it will be decoded."""
 
     folder: Path
     source: str
-    """As the configuration names it."""
+    """Its name in the configuration."""
     config: DecoderConfig
     decode: dict[str, Json]
     adapter: Path | None = None
-    """The folder of the LoRA adapter that is merged into it."""
+    """The folder of the LoRA adapter to merge into it."""
 
 
 def check_model(config: JobConfig, log: Log) -> ResolvedModel:
-    """Finds the checkpoint, checks its files against its config, and settles the schedule; ConfigError otherwise."""
+    """Finds the checkpoint, checks its files and the keys that depend on it, and settles the schedule."""
     try:
         folder, model_config, adapter = find_model(config.model.source, config.model.adapter)
         tokenizer = config.model.tokenizer
@@ -70,7 +70,7 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
 
 
 def foreign_swiftkv(model: ResolvedModel, config: JobConfig) -> str | None:
-    """A warning where an adapter lies on SwiftKV's weights, which were made without it."""
+    """A warning where an adapter is merged into a model whose SwiftKV weights were trained without it."""
     if config.prefill.method != "swiftkv" or model.adapter is None:
         return None
     return (
@@ -80,13 +80,13 @@ def foreign_swiftkv(model: ResolvedModel, config: JobConfig) -> str | None:
 
 
 def untuned(model: ResolvedModel, config: JobConfig) -> str | None:
-    """A warning where layers are skipped that nothing says the checkpoint was tuned without; None: there is no cause.
+    """A warning where layers are skipped that the checkpoint was not, to all that is known, tuned without; else None.
 
-    Lossless runs have none, since full depth verifies, nor has FFN-SkipLLM, which needs no tuning.
+    Lossless decoding needs no warning, since full depth verifies it, nor does FFN-SkipLLM, which needs no tuning.
     """
     name = model.source + ("" if config.model.adapter is None else f" with {config.model.adapter}")
     base = {key: value for key, value in model.decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
-    num_steps = config.sampling.max_new_tokens - 1  # the prompt, at full depth, gives the first token
+    num_steps = config.sampling.max_new_tokens - 1  # the first token comes from the prompt, at full depth
     if model.decode.get("lossless") or num_steps < 1:
         return None
     schedule = make_schedule(base, num_layers=model.config.num_hidden_layers, max_new_tokens=num_steps + 1)
@@ -110,8 +110,7 @@ def full_by_default(model: ResolvedModel, config: JobConfig) -> str | None:
 
 
 def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, Path | None]:
-    """The folders of a model and of its adapter, and the configuration of both together; ValueError where the files do
-    not fit one another."""
+    """The folders of a model and its adapter and the configuration of both; ValueError where they do not fit."""
     folder = resolve_source(source)
     model_config = read_config(folder)
     place = None if adapter is None else resolve_adapter(adapter)
@@ -146,7 +145,7 @@ def resolve_decode(config: JobConfig, model_config: DecoderConfig, log: Log) -> 
 
 
 def check_drafts(decode: dict[str, Json], model_config: DecoderConfig) -> None:
-    """ConfigError where drafts that a checkpoint carries are no schedule for it."""
+    """ConfigError where the drafts that a checkpoint carries are not a schedule for it."""
     try:
         make_schedule(decode, num_layers=model_config.num_hidden_layers, max_new_tokens=1)
     except ValueError as error:
@@ -158,7 +157,7 @@ def check_drafts(decode: dict[str, Json], model_config: DecoderConfig) -> None:
 
 
 def check_lossless(decode: dict[str, Json], prefill: str) -> None:
-    """ConfigError for what `decode.lossless` cannot be combined with, beside what `make_schedule` refuses."""
+    """ConfigError for what `decode.lossless` cannot be combined with, besides what `make_schedule` refuses."""
     if decode.get("lossless") and prefill == "swiftkv":
         raise ConfigError(
             "decode.lossless", "full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
@@ -168,13 +167,15 @@ def check_lossless(decode: dict[str, Json], prefill: str) -> None:
 def check_exact_drafts(
     decode: dict[str, Json], deterministic: bool, model_config: DecoderConfig, device: str, lacking: str | None
 ) -> None:
-    """ConfigError where workers on `device` could not draft under `sampling.deterministic`. `lacking`: a node without
-    kernels for the model's type; None where there is none, or where nobody knows yet."""
+    """ConfigError where workers on `device` could not draft under `sampling.deterministic`.
+
+    `lacking` names a node without kernels for the model's type; None if there is none or it is not known yet.
+    """
     if not (deterministic and decode.get("lossless")):
         return
     odd = [f"{key} {width} is no multiple of 32" for key, width in product_inputs(model_config).items() if width % 32]
     if model_config.embed_dim != model_config.hidden_size:
-        odd.append("torch multiplies before and behind the layers of this model")
+        odd.append("torch multiplies before and after the layers of this model")
     why = f"this would decode on {device}" if device != "cpu" else odd[0] if odd else lacking
     if why is not None:
         raise ConfigError(
@@ -184,7 +185,7 @@ def check_exact_drafts(
 
 
 def check_placement(config: JobConfig, schedule: Schedule) -> None:
-    """ConfigError for what cannot run with layers on several GPUs."""
+    """ConfigError for what cannot run with the layers split over several GPUs."""
     gpus = config.actors.num_devices
     if schedule.num_layers < gpus:
         raise ConfigError("actors.num_gpus", f"{gpus} GPUs for {schedule.num_layers} layers; use at most as many")
@@ -204,7 +205,7 @@ def check_placement(config: JobConfig, schedule: Schedule) -> None:
 
 
 def deterministic_rows(config: JobConfig) -> int:
-    """Of a batch whose shape is fixed."""
+    """The number of rows of every batch under `sampling.deterministic`."""
     rows = config.actors.batch_size
     return DETERMINISTIC_ROWS if rows == "auto" else rows
 
@@ -212,9 +213,9 @@ def deterministic_rows(config: JobConfig) -> int:
 def resolve_ffn_skip(
     skip: dict[str, Json], decode: dict[str, Json], prefill: str, model_config: DecoderConfig, log: Log
 ) -> dict[str, Json]:
-    """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers where `calibrated` asks for them.
+    """`decode.ffn_skip` with its defaults, and with the checkpoint's own layers in mode `calibrated`.
 
-    `decode`, `prefill`: what lies beneath.
+    `decode` and `prefill` are the schedule that it goes on top of.
     """
     if skip["mode"] != "calibrated":
         return complete_ffn_skip(skip)
@@ -252,9 +253,9 @@ def resolve_ffn_skip(
 def check_quantization(
     quantization: Quantization | None, model_config: DecoderConfig, dtype: str, device: str, no_int8: str | None
 ) -> None:
-    """ConfigError where workers on `device` in `dtype`, as it is settled, could not load the model with it.
+    """ConfigError where workers on `device` in `dtype` could not load the model quantized like this.
 
-    `no_int8`: why their CPUs have no kernels for int8 weights; None where they have, or where nobody knows yet.
+    `no_int8` says why their CPUs have no kernels for int8 weights; None if they have, or it is not known yet.
     """
     if quantization is None:
         return
@@ -276,7 +277,7 @@ def check_quantization(
 
 
 def product_inputs(model_config: DecoderConfig) -> dict[str, int]:
-    """Inputs of a model's products, by what says so in its `config.json`."""
+    """The input widths of a model's matrix products, by the keys of its `config.json` that give them."""
     ffn = "intermediate_size" if "intermediate_size" in model_config.sizes else "ffn_dim"
     return {
         "hidden_size": model_config.hidden_size,
@@ -287,13 +288,13 @@ def product_inputs(model_config: DecoderConfig) -> dict[str, int]:
 
 
 def adapter_path(asked: str | None, model: ResolvedModel) -> str | None:
-    """How a worker finds the adapter that the configuration names so."""
+    """The path by which a worker finds the adapter that the configuration names `asked`."""
     return None if asked is None or model.adapter is None else worker_path(asked, model.adapter)
 
 
 def worker_path(source: str, folder: Path) -> str:
-    """How a worker finds the model: a relative path travels with a job's working_dir; else absolute, or the hub id
-    with its revision."""
+    """The path by which a worker finds the model: relative if it travels with the job's working_dir, else absolute, or
+    the hub id with its revision."""
     if not Path(source).expanduser().exists():
         return pin(source, folder)  # a hub id: each node fetches it once
     has_working_dir = bool(ray.get_runtime_context().runtime_env.get("working_dir"))

@@ -1,4 +1,4 @@
-"""Figures and paths as one shows them, and who is told. Pure functions."""
+"""How figures and paths are shown to humans; the types of JSON values and of a log function."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ Log = Callable[[str], None]
 """Takes one line for a human."""
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
-"""What JSON can say."""
+"""A JSON value."""
 
 
 def duration(seconds: float) -> str:
@@ -25,5 +25,5 @@ def count(number: int, noun: str) -> str:
 
 
 def mask(text: str) -> str:
-    """Without the credentials of URIs: s3://key:secret@bucket becomes s3://***@bucket."""
+    """The text without credentials in URIs: s3://key:secret@bucket becomes s3://***@bucket."""
     return re.sub(r"(://)[^/@\s<>\"']+@", r"\1***@", text)

@@ -1,21 +1,21 @@
-"""How much JSON is once it is read, before it is: `[],` is three bytes in a file and 72 in memory.
+"""Estimates the size of JSON in memory before it is parsed: `[],` is three bytes in a file and 72 in memory.
 
-A value has a comma or an opening bracket. Those are counted without reading anything.
+Every value comes with a comma or an opening bracket, and these are counted without parsing.
 """
 
 from typing import Final
 
 import numpy as np
 
-MAX_MARKS: Final = 500_000  # of a line of the input, of the body of a request
+MAX_MARKS: Final = 500_000  # in a line of the input or the body of a request
 MARK_BYTES: Final = 100  # about what a value takes in memory; an object of one key has two marks
-FEW_MARKS: Final = 1 << 10  # so many take little
+FEW_MARKS: Final = 1 << 10  # that take little memory
 COUNTED_BYTES: Final = 1 << 20  # at a time
 _IS_MARK: Final = np.isin(np.arange(256), list(b",[{")).astype(np.uint8)
 
 
 def count_marks(line: bytes) -> int:
-    """Commas and opening brackets of JSON outside of its texts; where they are few, those in texts too."""
+    """The number of commas and opening brackets outside of JSON strings; if there are few, also those inside."""
     most = sum(line.count(mark) for mark in (b",", b"[", b"{"))
     return most if most <= FEW_MARKS else _count_outside_of_text(line)
 

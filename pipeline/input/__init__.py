@@ -1,14 +1,16 @@
-"""The door for prompts: `InputConfig` -> files -> a plan -> blocks of rows that all have the same columns.
+"""The input: `InputConfig` -> a listing of files -> a plan -> blocks of rows that all have the same columns.
 
     files.list_input -> scan.scan_file per file (anywhere) -> plan.plan_input -> read.read_file per file (anywhere)
 
-Invariants: a row in the input is a row out, good or failed; scan and read count the same rows and give the
-same ids; an id that a row does not bring itself is `file:row`, `file` relative to the folder that was given,
-so that moving or mounting the corpus elsewhere changes nothing. What is wrong with the input as a whole (a
-path, a format, a column) is a `ConfigError` before anything starts; what is wrong with a row is that row's
-`error_code`.
+`formats` picks the reader of a format: `rows` (text), `csv_rows`, `json_rows` and `openai_rows` read lines; Parquet and
+Arrow (`arrow_files`) come in record batches, whose memory `memory_limits` bounds. `columns` checks and casts columns,
+`arrow_types` finds a type for them. `prompt_templates` makes prompts, `expansion` turns documents into output rows,
+`ids` and `id_matching` tell rows apart, and `datasource` hands it all to Ray Data, which no other module here imports.
+`sample_prompts` and `training_pairs` read small inputs for those who measure and train.
 
-Which ids occur twice is `match`'s to say, for parts of all rows, wherever they are (`generate.row_index`); the driver
-needs 16 bytes per duplicate and a bit per row that is done. Only `source` knows Ray. Left out: tokens and the length
-of prompts (`stages.tokens`), and a single line of 2 GiB or more, which Arrow's `string` cannot hold.
+What holds for every input: a row in is a row out, good or failed. Scan and read count the same rows and give the same
+ids. A row without an id gets `file:row`, with the file relative to the folder that was given, so that moving or
+mounting the corpus elsewhere changes nothing. What is wrong with the input as a whole (a path, a format, a column) is a
+`ConfigError` before anything starts; what is wrong with a row is that row's `error_code`. Tokens and the length of
+prompts are the business of `stages.tokens`.
 """

@@ -1,7 +1,7 @@
-"""Arrow types of columns: the one that JSON values fit, and the one that two files' columns both fit.
+"""Arrow types of columns: the type that JSON values fit, and the type that the columns of two files both fit.
 
-Nothing is rounded and nothing can overflow in mid-run: where no type holds every value there is none. Left out:
-what becomes of such a column (`scan`, `plan`).
+Nothing is rounded, and nothing can overflow in mid-run: where no type holds every value the answer is None, and `scan`
+and `plan` decide what becomes of the column.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,8 @@ EXACT_DOUBLE: Final = 2**53  # integers up to here are exact in float64
 def infer_json_type(values: Sequence[Json]) -> pa.DataType | None:
     """The Arrow type that holds every value exactly, or None: then the column has to be JSON text.
 
-    An int32 leaf stands for integers that a double can hold too, an int64 leaf for those that it cannot; so
-    that a chunk of integers and a chunk of doubles merge only where nothing is lost. `final_json_type` drops
-    the difference.
+    An int32 leaf stands for integers that a double holds exactly, an int64 leaf for others, so that a chunk of integers
+    and one of doubles merge only where nothing is lost. `final_json_type` drops the difference.
     """
     try:
         return _exact_type(pa.array(values))
@@ -116,7 +115,7 @@ def _finished(type_: pa.DataType) -> pa.DataType:
 
 
 def _leaves(type_: pa.DataType, depth: int) -> int:
-    """Number of leaves; more than the limit for a type that Parquet cannot hold."""
+    """The number of leaves, or more than the limit for a type that Parquet cannot hold."""
     if depth > MAX_TYPE_DEPTH or (pa.types.is_struct(type_) and type_.num_fields == 0):
         return MAX_TYPE_LEAVES + 1
     if pa.types.is_list(type_):

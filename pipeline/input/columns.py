@@ -21,13 +21,13 @@ from pipeline.schema import PROMPT, RESERVED_COLUMNS, SOURCE_SCHEMA
 
 
 def own_columns(config: InputConfig) -> frozenset[str]:
-    """Columns that the output has under another name, or that a prompt is made of and replaces."""
+    """Columns that the output has under another name, or that a rendered prompt replaces."""
     text = {config.text_column} if config.text_column is not None else set()
     return frozenset({config.id_column, *text, *([PROMPT] if reads_column(config, PROMPT) else [])})
 
 
 def check_source(names: Collection[str], path: str, config: InputConfig) -> None:
-    """ConfigError where a file whose columns are known lacks the one that prompts are read from."""
+    """ConfigError where a file with these columns lacks the one that prompts are read from."""
     key = "prompt_column" if config.messages_column is None else "messages_column"
     column = config.text_column or config.messages_column
     if column is not None and column not in names:
@@ -35,14 +35,14 @@ def check_source(names: Collection[str], path: str, config: InputConfig) -> None
 
 
 def check_chosen_id(names: Collection[str], path: str, config: InputConfig) -> None:
-    """ConfigError where the column of ids is not there, and somebody chose it: without the default one all is well."""
+    """ConfigError where the id column is missing although the user chose it; the default one may be missing."""
     is_chosen = config.id_column != InputConfig.model_fields["id_column"].default
     if is_chosen and config.id_column not in names:
         raise ConfigError("input.id_column", f"{path} has {unknown_columns(config.id_column, names)}")
 
 
 def refuse_reserved(names: Sequence[str], file: SourceFile, expansion: Expansion) -> None:
-    """ConfigError for a column of the input with a name that the output uses."""
+    """ConfigError for an input column with a name that the output uses."""
     reserved = RESERVED_COLUMNS | (set(SOURCE_SCHEMA.names) if expansion.is_on else set())
     for name in names:
         if name in reserved:
@@ -54,19 +54,19 @@ def refuse_reserved(names: Sequence[str], file: SourceFile, expansion: Expansion
 
 
 def unknown_columns(wanted: str, columns: Collection[str]) -> str:
-    """The end of a message about a column that is not there."""
+    """The end of a message about a column that is missing."""
     names = sorted(columns)
     shown = names[:20] + (["..."] if len(names) > 20 else [])
     return f"no column {wanted!r}; there are: {', '.join(shown) or 'none'}"
 
 
 def is_list_type(type_: pa.DataType) -> bool:
-    """Of offsets, or of one length."""
+    """Whether it is a list type, with offsets or of a fixed size."""
     return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
 
 
 def list_of(type_: pa.DataType, value_type: pa.DataType) -> pa.DataType:
-    """A list type with other values."""
+    """The list type `type_` with another type of values."""
     value = type_.value_field.with_type(value_type)
     if pa.types.is_fixed_size_list(type_):
         return pa.list_(value, type_.list_size)
@@ -74,7 +74,7 @@ def list_of(type_: pa.DataType, value_type: pa.DataType) -> pa.DataType:
 
 
 def is_text_type(type_: pa.DataType) -> bool:
-    """string, large_string, string_view, or a dictionary of one of them."""
+    """Whether it is string, large_string, string_view, or a dictionary of one of them."""
     type_ = type_.value_type if pa.types.is_dictionary(type_) else type_
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(check(type_) for check in checks)
@@ -85,7 +85,7 @@ def is_id_type(type_: pa.DataType) -> bool:
 
 
 def is_messages_type(type_: pa.DataType) -> bool:
-    """Lists of structs or maps, or text, which is then their JSON."""
+    """Whether it may hold conversations: lists of structs or maps, or text with their JSON."""
     if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)):
         return is_text_type(type_)
     value = type_.value_type
@@ -93,7 +93,7 @@ def is_messages_type(type_: pa.DataType) -> bool:
 
 
 def plain_type(type_: pa.DataType) -> pa.DataType:
-    """`type_` with the type of the values for dictionaries, which differ from file to file."""
+    """`type_` without dictionaries, which differ from file to file."""
     if pa.types.is_dictionary(type_):
         return plain_type(type_.value_type)
     if pa.types.is_struct(type_):
@@ -105,7 +105,7 @@ def plain_type(type_: pa.DataType) -> pa.DataType:
 
 
 def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
-    """The column without dictionaries, and in a type that holds it."""
+    """The column without dictionaries, cast to `type_`, which holds all its values."""
     plain = plain_type(column.type)
     for wanted in (plain, type_):
         if column.type != wanted:
@@ -114,8 +114,10 @@ def cast_plain(column: pa.Array, type_: pa.DataType) -> pa.Array:
 
 
 def without_views(type_: pa.DataType) -> pa.DataType:
-    """`type_` with offsets in place of views, which few of Arrow's functions take; ArrowNotImplementedError for views
-    of lists, whose casts make lists that are not valid (pyarrow 26), and for dictionaries of views, which have none."""
+    """`type_` without string and binary views, which few of Arrow's functions take.
+
+    ArrowNotImplementedError for list views, whose casts make invalid lists (pyarrow 26), and for dictionaries of views.
+    """
     if pa.types.is_string_view(type_):
         return pa.string()
     if pa.types.is_binary_view(type_):
@@ -131,12 +133,12 @@ def without_views(type_: pa.DataType) -> pa.DataType:
 
 
 def _has_views(type_: pa.DataType) -> bool:
-    """A dictionary whose values are views."""
+    """Whether it is a dictionary whose values are views."""
     return bool(pa.types.is_dictionary(type_) and without_views(type_.value_type) != type_.value_type)
 
 
 def unwritable(field: pa.Field, path: str) -> ConfigError:
-    """Of a column whose values the output cannot have."""
+    """The error for a column that the output cannot have."""
     return ConfigError(
         "input.path",
         f"column {field.name!r} in {path} has type {field.type}, which a run cannot write; drop it, or give it "
@@ -145,7 +147,7 @@ def unwritable(field: pa.Field, path: str) -> ConfigError:
 
 
 def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch without views, in the columns that have some."""
+    """The batch with plain columns in place of views."""
     for place, field in enumerate(batch.schema):
         if (plain := without_views(field.type)) != field.type:
             batch = batch.set_column(place, field.name, retyped(batch.column(place), plain))
@@ -153,18 +155,18 @@ def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
-    """A string or integer column as `string`, and which values are not valid UTF-8: those become null."""
+    """A string or integer column as `string`, with nulls for invalid UTF-8, and where these are: bool [rows]."""
     return without_invalid_utf8(column.cast(plain_type(column.type)).cast(pa.string()))
 
 
 def to_python(batch: pa.RecordBatch) -> list[dict[str, object]]:
-    """Rows as Python has them, maps as dictionaries. ValueError for what Python cannot say."""
+    """The rows as Python dictionaries, maps as dictionaries too. ValueError for values that Python does not have."""
     try:
         columns = {
             name: [_as_python(value, column.type) for value in column.to_pylist()]
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
         }
-    except OverflowError as error:  # a year that is none of Python's
+    except OverflowError as error:  # a year outside of Python's range
         raise ValueError(str(error)) from error
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -182,9 +184,9 @@ def _as_python(value: Any, type_: pa.DataType) -> object:
 
 
 def without_invalid_utf8(column: pa.Array) -> tuple[pa.Array, Mask]:
-    """The column with nulls for text that is not UTF-8, and where: bool [rows]. Nested text is not looked at.
+    """The column with nulls for text that is not valid UTF-8, and where: bool [rows]. Nested text is not checked.
 
-    Parquet marks bytes as text without looking at them, and the first .as_py() would raise in mid-run.
+    Parquet marks bytes as text without checking them, and the first .as_py() would raise in mid-run.
     """
     bad = np.zeros(len(column), dtype=bool)
     if not is_text_type(column.type):
@@ -207,9 +209,9 @@ def _decodes(value: bytes) -> bool:
 
 
 def parquet_ids(column: pa.Array, file: SourceFile, first: int) -> tuple[pa.Array, Mask, Mask]:
-    """Every row's id, made where it has none; which are its own; which were there but are not valid UTF-8."""
+    """The ids of all rows, made where missing; which are the rows' own; which are not valid UTF-8: bool [rows] each."""
     text, bad = to_text(column)
-    # without Arrow's comparisons and NumPy's view of them: the first would import pandas, slower than the whole file
+    # no comparison by Arrow: it would import pandas, which is slower than the whole file
     if not text.null_count and pc.min(pc.binary_length(text)).as_py():
         return text, np.ones(len(text), bool), bad
     given = text.to_pylist()

@@ -15,7 +15,7 @@ from pipeline.schema import BAD_LINE
 
 MAX_CSV_FIELD_CHARS: Final = 1 << 28  # the csv module's own is 128 KiB; a prompt may have 30 MB
 MAX_COLUMNS: Final = 10_000
-FIELD_BYTES: Final = 100  # about what a field takes beside its text
+FIELD_BYTES: Final = 100  # about what a field takes in memory besides its text
 
 
 class CsvLines:
@@ -83,7 +83,7 @@ def _num_bytes(text: str) -> int:
 
 
 def read_csv_header(stream: BinaryIO, path: str) -> list[str]:
-    """The column names; [] for an empty file. `ConfigError` for a broken header or a column named twice."""
+    """The column names; [] for an empty file. ConfigError for a broken header or a column named twice."""
     try:
         header = next(_csv_reader(CsvLines(stream, MAX_LINE_BYTES), path), [])
         "".join(header).encode()
@@ -107,6 +107,7 @@ def is_tab_separated(name: str) -> bool:
 
 
 def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Row]:
+    """The rows of a CSV file, without its header and blank lines."""
     lines = CsvLines(stream, MAX_LINE_BYTES)
     reader = _csv_reader(lines, name)
     header = next(reader, [])
@@ -130,7 +131,7 @@ def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: i
 def _csv_row(values: list[str], header: list[str], number: int, where: str, config: InputConfig) -> Row:
     row = Row(number, sum(map(len, values)) + FIELD_BYTES * len(values))
     if len(values) != len(header):
-        # Which value belongs to which column is anyone's guess, so none is kept.
+        # It is unknown which value belongs to which column, so none is kept.
         row.fail(BAD_LINE, f"{where}: {len(values)} fields, but the header has {len(header)}")
         return row
     fields = dict(zip(header, values, strict=True))

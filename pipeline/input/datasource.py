@@ -1,8 +1,8 @@
-"""The normalised input as a Ray Data source: one read task per file, each streaming its blocks.
+"""The input as a Ray Data source: one read task per file, each streaming its blocks.
 
-The only module here that imports Ray, so that the others run and are tested without it. A read task carries some
-object references, an index and the config, so that a plan of 10^5 files is stored once and not once per task.
-Left out: cutting one large file into several tasks; give the corpus in files.
+The only module here that imports Ray, so that the others run and are tested without it. A read task carries object
+references, an index and the configuration, so that a plan of 10^5 files is stored once and not once per task. A large
+file is not cut into several tasks.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ from pipeline.input.read import read_rest
 
 
 class CorpusDatasource(Datasource):  # type: ignore[misc]
-    """`ray.data.read_datasource(CorpusDatasource(plan, config))`: all rows of `plan`, but for those that are `done`.
+    """`ray.data.read_datasource(CorpusDatasource(plan, config))`: all rows of `plan` except those in `done`.
 
     Needs a running Ray. Ray joins the blocks of a task up to `DataContext.target_max_block_size` (128 MiB):
-    repartition by rows behind it where smaller blocks are wanted.
+    repartition by rows afterwards if smaller blocks are wanted.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def _reader(
     index: int,
     config: InputConfig,
 ) -> Callable[[], Iterator[pa.Table]]:
-    """A function that captures references only, not the datasource."""
+    """The read function of a task, which captures references and not the datasource."""
 
     def read_corpus_file() -> Iterator[pa.Table]:
         yield from read_rest(ray.get(plan), None if done is None else ray.get(done), index, config, ray.get(prompter))

@@ -22,14 +22,14 @@ from pipeline.schema import BAD_LINE, ID, PROMPT, SOURCE_ID, SOURCE_SCHEMA
 
 @dataclass(frozen=True)
 class Expansion:
-    """Which rows a document becomes."""
+    """Which output rows a document becomes."""
 
     names: tuple[str, ...] = ("",)
-    """Of templates; "" leaves no trace in an id."""
+    """The names of the templates; "" adds nothing to an id."""
     samples: int = 1
-    """Of each document that does not say it itself."""
+    """Answers for each document that does not ask for a number itself."""
     temperature: float = 0.0
-    """Of lines that do not say it themselves."""
+    """The temperature of batch lines that give none."""
 
     @classmethod
     def of(cls, config: InputConfig, sampling: SamplingConfig) -> "Expansion":
@@ -37,65 +37,66 @@ class Expansion:
 
     @property
     def is_on(self) -> bool:
-        """Whether ids are told apart, whatever a document says."""
+        """Whether ids get a suffix, whatever a document asks for."""
         return self.samples > 1 or self.names != ("",)
 
     def count(self, samples: int | None = None) -> int:
-        """Rows of a document; `samples`: what it asks for itself."""
+        """How many rows a document becomes; `samples` is what it asks for itself."""
         return len(self.names) * (samples or self.samples)
 
     def parts(self, samples: int | None = None) -> Iterator[tuple[str, int, str]]:
-        """Template, sample and what is behind the document's id, for each of its rows."""
+        """Template, sample and the suffix of the id, for each row of a document."""
         number = samples or self.samples
         for name in self.names:
             for sample in range(number):
                 yield name, sample, (f"-{name}" if name else "") + (f"-{sample}" if number > 1 else "")
 
     def ids(self, id: str, samples: int | None = None) -> list[str]:
+        """The ids of a document's rows."""
         return [id + end for _, _, end in self.parts(samples)]
 
     def all_ids(self, ids: Sequence[str]) -> Sequence[str]:
-        """Of the rows of all documents that ask for no number of samples themselves."""
+        """The ids of the rows of documents that ask for no number of samples themselves."""
         return [id + end for id in ids for _, _, end in self.parts()] if self.is_on else ids
 
 
 ONE_ROW: Final = Expansion()
-"""A row for each document."""
+"""One row per document."""
 
 
-MAX_DOCUMENT_BYTES: Final = 1 << 30  # of all rows of a document: Ray holds a window of them at a time
-MADE_AT_ONCE: Final = 64  # documents: what templates make of them is in memory at a time
+MAX_DOCUMENT_BYTES: Final = 1 << 30  # of all rows of a document, since Ray holds a window of them
+RENDERED_AT_ONCE: Final = 64  # documents
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A block of the input, a row per document."""
+    """A block of the input, with one row per document."""
 
     table: pa.Table
     """The columns of `plan.ROW_SCHEMA`, and the input's own."""
     num_bytes: Sequence[int]
     """About what each takes in memory."""
     places: Sequence[str]
-    """Of each, for messages; empty where no prompt is made."""
+    """How messages name each (file and line); empty where no prompt is rendered."""
     fields: Sequence[Mapping[str, object]]
-    """What prompts are made of; empty likewise."""
+    """The columns that prompts are rendered from; empty likewise."""
     samples: Sequence[int | None]
-    """That each asks for itself; empty where none may."""
+    """How many answers each asks for itself; empty where none can."""
 
     def __getitem__(self, part: slice) -> "Documents":
         cut = (self.num_bytes[part], self.places[part], self.fields[part], self.samples[part])
         return Documents(self.table[part], *cut)
 
     def counts(self, expansion: Expansion) -> list[int]:
-        """Rows that each becomes."""
+        """How many rows each document becomes."""
         if not self.samples:
             return [expansion.count()] * len(self.table)
         return [expansion.count(samples) for samples in self.samples]
 
 
 @dataclass(frozen=True)
-class _Made:
-    """One output row to be."""
+class _OutputRow:
+    """One output row, before it is in a table."""
 
     document: int
     id: str
@@ -105,7 +106,7 @@ class _Made:
     code: str
     message: str
     is_held: bool
-    """False: it takes too much, and nothing of the document is kept."""
+    """False: its document takes too much memory, and none of its columns are kept."""
 
 
 def expand(
@@ -116,11 +117,11 @@ def expand(
     is_done: Mask | None,
     rows_per_block: int,
 ) -> Iterator[pa.Table]:
-    """All rows of the documents, as blocks of `schema`. No prompt is made for rows that are done: bool [rows]."""
+    """All rows of the documents in blocks of `schema`. Rows that are done, bool [rows], get no prompt."""
     if prompter is None and schema == documents.table.schema:
         yield documents.table
         return
-    rows: list[_Made] = []
+    rows: list[_OutputRow] = []
     num_bytes = 0
     for row in _all_rows(documents, expansion, prompter, is_done):
         size = (documents.num_bytes[row.document] if row.is_held else 0) + len(row.prompt or "")
@@ -135,7 +136,7 @@ def expand(
 
 def _all_rows(
     documents: Documents, expansion: Expansion, prompter: PromptMaker | None, is_done: Mask | None
-) -> Iterator[_Made]:
+) -> Iterator[_OutputRow]:
     first = 0
     for start, end in itertools.pairwise(_cuts(documents, expansion)):
         part = documents[start:end]
@@ -146,10 +147,10 @@ def _all_rows(
 
 
 def _cuts(documents: Documents, expansion: Expansion) -> list[int]:
-    """Where to cut, so that what templates make of a part is not much at once."""
+    """Where to cut the documents so that the prompts of one part are not much at once."""
     cuts, num_bytes = [0], 0
     for row, size in enumerate(documents.num_bytes):
-        is_full = row - cuts[-1] == MADE_AT_ONCE or num_bytes + size > BLOCK_BYTES // len(expansion.names)
+        is_full = row - cuts[-1] == RENDERED_AT_ONCE or num_bytes + size > BLOCK_BYTES // len(expansion.names)
         if row > cuts[-1] and is_full:
             cuts.append(row)
             num_bytes = 0
@@ -159,8 +160,8 @@ def _cuts(documents: Documents, expansion: Expansion) -> list[int]:
 
 def _rows(
     part: Documents, start: int, expansion: Expansion, prompter: PromptMaker | None, is_done: Mask
-) -> Iterator[_Made]:
-    """`start`: number of the part's first document."""
+) -> Iterator[_OutputRow]:
+    """The rows of a part; `start` is the number of its first document."""
     ids, prompts = part.table[ID].to_pylist(), part.table[PROMPT].to_pylist()
     counts = part.counts(expansion)
     errors, is_held = _errors(part, counts)
@@ -170,7 +171,7 @@ def _rows(
     wanted = [document for document, yes in enumerate(is_open) if yes and not errors[document][0]]
 
     def make(name: str) -> list[Made]:
-        """The prompts with that template, of all documents."""
+        """The prompts of all documents of the part with that template."""
         made: list[Made] = list(prompts)
         if prompter is not None and wanted:
             own = [part.fields[document] for document in wanted], [prompts[document] for document in wanted]
@@ -178,7 +179,7 @@ def _rows(
                 made[document] = prompt
         return made
 
-    # a document alone may be a large one, and many templates make much of it: one after the other
+    # a document alone may be a large one: its templates are then rendered one after the other
     known = {name: make(name) for name in expansion.names} if len(ids) > 1 else {}
     for document, count in enumerate(counts):
         for name, sample, end in expansion.parts(count // len(expansion.names)):
@@ -188,11 +189,11 @@ def _rows(
             if isinstance(prompt, Failure):
                 (code, message), prompt = prompt.marked(part.places[document]), None
             row = ids[document] + end, name, sample, prompt, code, message, is_held[document]
-            yield _Made(start + document, *row)
+            yield _OutputRow(start + document, *row)
 
 
 def _errors(part: Documents, counts: Sequence[int]) -> tuple[list[tuple[str, str]], list[bool]]:
-    """Code and message of each document, and whether its rows can be held."""
+    """The error code and message of each document, and whether its rows fit in memory."""
     codes, messages = part.table["error_code"].to_pylist(), part.table["error_message"].to_pylist()
     errors, is_held = list(zip(codes, messages, strict=True)), []
     for document, (size, count) in enumerate(zip(part.num_bytes, counts, strict=True)):
@@ -204,7 +205,7 @@ def _errors(part: Documents, counts: Sequence[int]) -> tuple[list[tuple[str, str
     return errors, is_held
 
 
-def _to_table(table: pa.Table, rows: Sequence[_Made], schema: pa.Schema) -> pa.Table:
+def _to_table(table: pa.Table, rows: Sequence[_OutputRow], schema: pa.Schema) -> pa.Table:
     documents = np.array([row.document for row in rows])
     kept = table.take(pa.array(documents, mask=np.array([not row.is_held for row in rows])))
     own: dict[str, list[str | int | None]] = {

@@ -29,6 +29,8 @@ COMMIT = re.compile(r"@[0-9a-f]{40}/")
 
 @dataclass(frozen=True)
 class SourceFile:
+    """A file of the input."""
+
     path: str  # inside the filesystem
     size_bytes: int
     mtime_ns: int | None
@@ -37,10 +39,12 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Listing:
+    """The files of the input and how to read them."""
+
     filesystem: pafs.FileSystem
     files: tuple[SourceFile, ...]  # in the order of `input.path`, sorted within each of its entries
     format: str  # concrete, never "auto"
-    folders: tuple[str, ...] = ()  # that are read with everything in them
+    folders: tuple[str, ...] = ()  # those that are read with everything in them
     max_line_bytes: int = MAX_LINE_BYTES
     expansion: Expansion = ONE_ROW
 
@@ -53,7 +57,7 @@ def list_input(
     A path is a file, a folder or a pattern of `*`, `?` and `**`; local, or any URI pyarrow knows. A folder is
     read recursively, but without names that start with `_` or `.` (a wildcard does not match these either)
     and without README, LICENSE and the like, with format auto also without *.md. A file that several paths
-    lead to is read once. `expansion`: of its documents; None: by their templates alone.
+    lead to is read once. `expansion` says which rows a document becomes; None: one for each template.
     """
     if config.text_column == config.id_column and config.format not in ("text", "openai_batch"):
         raise ConfigError("input.id_column", f"is the prompt column too ({config.id_column!r}); name another column")
@@ -87,7 +91,8 @@ def list_input(
 
 
 def _without_commits(names: list[str]) -> list[str]:
-    """The commit of a hub's data set says nothing about a file's rows; unless two of them are read."""
+    """The names without the commit of a hub's data set, which says nothing about the rows, unless two commits are
+    read."""
     plain = [COMMIT.sub("/", name) for name in names]
     return plain if len(set(plain)) == len(plain) else names
 
@@ -96,7 +101,7 @@ def _without_commits(names: list[str]) -> list[str]:
 def blame(key: str, path: str, is_foreign: bool = False) -> Iterator[None]:
     """Turns what the filesystem or Arrow says about unreadable bytes into a `ConfigError` that names key and path.
 
-    `is_foreign`: a file system of fsspec's, which raises what its client raises.
+    `is_foreign`: a file system of fsspec, which raises whatever its client raises.
     """
     try:
         yield
@@ -152,7 +157,7 @@ def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> pa.NativeFile:
 
 
 def read_etag(filesystem: pafs.FileSystem, file: SourceFile) -> str | None:
-    """What an object store says of the contents, or a hub; None on a disk."""
+    """The etag that an object store or a hub has for the contents; None on a disk."""
     if isinstance(filesystem, pafs.LocalFileSystem):
         return None
     if is_fsspec(filesystem):
@@ -164,12 +169,12 @@ def read_etag(filesystem: pafs.FileSystem, file: SourceFile) -> str | None:
     return etag.decode().strip('"') if etag else None
 
 
-# Beside the data in many a folder. Anything else that is not data is an error, never silently left out.
+# Often found beside the data. Any other file that is no data is an error, never silently left out.
 _NON_DATA_FILES: Final = re.compile(
     r"(readme|licen[cs]e|notice|changelog|citation)([._-].*)?|dataset_infos?\.json", re.IGNORECASE
 )
 FSSPEC: Final = ("hf://", "fsspec+")
-"""What URIs begin with that pyarrow hands to a Python file system of fsspec's."""
+"""Prefixes of URIs that pyarrow passes to a Python file system of fsspec."""
 
 
 def resolve_path(given: str) -> tuple[pafs.FileSystem, str, list[str]]:
@@ -202,12 +207,12 @@ def _split_pattern(path: str) -> tuple[str, list[str]]:
 def find_files(
     filesystem: pafs.FileSystem, base: str, pattern: list[str], given: str, config: InputConfig
 ) -> tuple[list[pafs.FileInfo], str]:
-    """FileInfos of one entry of `input.path`, sorted, and the folder that their names are relative to."""
+    """The files of one entry of `input.path`, sorted, and the folder that their names are relative to."""
     start = filesystem.get_file_info(base)
     if start.type == pafs.FileType.NotFound:
         hint = "" if "path" in config.model_fields_set else "; -i names where the prompts are"
         raise ConfigError("input.path", f"{given}: no such file or folder{hint}")
-    hits = _expand(filesystem, start, pattern) if pattern else [start]
+    hits = _glob(filesystem, start, pattern) if pattern else [start]
     infos: dict[str, pafs.FileInfo] = {}
     for hit in hits:
         if hit.type == pafs.FileType.Directory:
@@ -240,8 +245,9 @@ def _children(filesystem: pafs.FileSystem, folder: str) -> list[pafs.FileInfo]:
     return list(filesystem.get_file_info(pafs.FileSelector(folder)))
 
 
-def _expand(filesystem: pafs.FileSystem, info: pafs.FileInfo, pattern: list[str]) -> list[pafs.FileInfo]:
-    """Level by level, so that `s3://bucket/a*/x.jsonl` does not list the bucket."""
+def _glob(filesystem: pafs.FileSystem, info: pafs.FileInfo, pattern: list[str]) -> list[pafs.FileInfo]:
+    """What matches a pattern below `info`, level by level, so that `s3://bucket/a*/x.jsonl` does not list the
+    bucket."""
     if not pattern:
         return [] if info.type == pafs.FileType.NotFound else [info]
     if info.type != pafs.FileType.Directory:
@@ -249,18 +255,18 @@ def _expand(filesystem: pafs.FileSystem, info: pafs.FileInfo, pattern: list[str]
     head, rest = pattern[0], pattern[1:]
     if head == "**":
         folders = [c for c in _children(filesystem, info.path) if not _is_hidden(c.base_name)]
-        hits = _expand(filesystem, info, rest)
-        return hits + [hit for folder in folders for hit in _expand(filesystem, folder, pattern)]
+        hits = _glob(filesystem, info, rest)
+        return hits + [hit for folder in folders for hit in _glob(filesystem, folder, pattern)]
     if "*" not in head and "?" not in head:
-        return _expand(filesystem, filesystem.get_file_info(posixpath.join(info.path, head)), rest)
+        return _glob(filesystem, filesystem.get_file_info(posixpath.join(info.path, head)), rest)
     wanted = re.compile(re.escape(head).replace(r"\*", ".*").replace(r"\?", "."), re.DOTALL)
     children = [child for child in _children(filesystem, info.path) if wanted.fullmatch(child.base_name)]
     shown = [child for child in children if not _is_hidden(child.base_name) or _is_hidden(head)]
-    return [hit for child in shown for hit in _expand(filesystem, child, rest)]
+    return [hit for child in shown for hit in _glob(filesystem, child, rest)]
 
 
 def _walk(filesystem: pafs.FileSystem, folder: str) -> Iterator[pafs.FileInfo]:
-    """Every file under `folder`, hidden names left out."""
+    """Every file below `folder`, except those with hidden names."""
     if isinstance(filesystem, pafs.LocalFileSystem):
         _refuse_broken_links(folder)
     for info in filesystem.get_file_info(pafs.FileSelector(folder, recursive=True)):

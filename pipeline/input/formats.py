@@ -1,6 +1,6 @@
-"""The formats by name: which one a file's suffix stands for, and the reader of its rows.
+"""Formats: which one the suffix of a file stands for, and the reader of its rows. Everything streams.
 
-Everything streams. Left out: the readers of `BINARY` formats, which make blocks and not rows (`scan`, `read`).
+Parquet and Arrow are read in record batches instead, by `scan` and `read`.
 """
 
 import posixpath
@@ -17,7 +17,7 @@ from pipeline.input.rows import Row, iter_lines, text_rows
 
 ARROW: Final = "arrow"
 BINARY: Final = ("parquet", ARROW)
-"""They have columns with types, and compress by themselves."""
+"""Formats with typed columns and compression of their own."""
 _SUFFIXES: Final = {
     ".parquet": "parquet",
     ".arrow": ARROW,
@@ -33,7 +33,7 @@ _COMPRESSIONS: Final = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 def parse_suffix(path: str) -> tuple[str | None, str | None]:
-    """Format and compression that the name stands for; None: unknown, none."""
+    """The format and the compression that a name stands for, None where unknown or absent."""
     stem, suffix = posixpath.splitext(path.lower())
     compression = _COMPRESSIONS.get(suffix)
     known = _SUFFIXES.get(posixpath.splitext(stem)[1] if compression else suffix)
@@ -48,7 +48,7 @@ def iter_rows(
     max_line_bytes: int = MAX_LINE_BYTES,
     expansion: Expansion = ONE_ROW,
 ) -> Iterator[Row]:
-    """The rows of one text, CSV, JSONL or OpenAI batch file; `stream` gives its uncompressed bytes."""
+    """The rows of a text, CSV, JSONL or OpenAI batch file; `stream` gives its uncompressed bytes."""
     if format == "text":
         return text_rows(iter_lines(stream, max_line_bytes), name)
     if format == "csv":

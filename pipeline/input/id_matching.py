@@ -1,7 +1,7 @@
 """Which input rows have the id of an earlier one, and which rows of the data files belong to which input row.
 
-Works on entries (`ids`), on any part of them in which equal digests meet: `split` cuts them that way, so that no
-process needs all rows at once. Touches no file. Left out: running this on a cluster (`pipeline.generate.row_index`).
+Works on entries (`ids`), and on any part of them that has all entries of each digest it has: `split` makes such parts,
+so that no process needs all rows at once. Opens no file; `pipeline.generate.row_index` runs this on a cluster.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from pipeline.input.ids import (
     split_place,
 )
 
-NUM_SHOWN = 20  # places of each kind that a `Match` brings; the rest is counted
+NUM_SHOWN = 20  # rows of each kind that a `Match` lists; the rest is counted
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """What one part says. All places are uint64 (`ids.INPUT_ENTRY`), sorted."""
+    """What one part says. Rows are given by their `place` (`ids.INPUT_ENTRY`), uint64, sorted."""
 
     duplicates: Places
     """Input rows whose id an earlier row has."""
@@ -42,7 +42,7 @@ class Match:
     """Input rows that no data file has, the first NUM_SHOWN."""
     num_missing: int
     doubled: Places
-    """Rows of data files whose input row another one has already, the first NUM_SHOWN."""
+    """Rows of data files whose input row an earlier one has already, the first NUM_SHOWN."""
     num_doubled: int
     unknown: Places
     """Rows of data files that belong to no input row, the first NUM_SHOWN."""
@@ -50,7 +50,7 @@ class Match:
 
 
 def match(inputs: Entries, outputs: Entries, names: Sequence[str]) -> Match:
-    """Matches a part; `inputs` in the order of their places. `names`: of the input files, for duplicates.
+    """Matches a part; `inputs` are in the order of their places, `names` are those of the input files.
 
     An output row belongs to the first input row with its id; a `duplicate_id` row to the later one at its origin.
     Peak memory: about 150 bytes per entry.
@@ -89,7 +89,7 @@ def match(inputs: Entries, outputs: Entries, names: Sequence[str]) -> Match:
 
 
 def match_alone(outputs: Entries) -> Match:
-    """What can be said of rows of data files without the input: which are there twice."""
+    """What can be said about rows of data files without the input: which are there twice."""
     keys = np.empty(len(outputs), [("digest", DIGEST), ("origin", "<u8")])
     keys["digest"], keys["origin"] = outputs["digest"], outputs["origin"]
     again = np.ones(len(outputs), dtype=bool)
@@ -134,7 +134,7 @@ class DoneRows:
         return int(self.num_rows_per_file.sum())
 
     def add(self, done: Places) -> None:
-        """Places of rows, each once in the life of this object."""
+        """Marks rows as done, each row at most once in the life of this object."""
         files = (done >> ROW_BITS).astype(np.int64)
         self.num_rows_per_file += np.bincount(files, minlength=len(self.num_rows_per_file))
         rows = (done & np.uint64(0xFFFFFFFF)).astype(np.int64)

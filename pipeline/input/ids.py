@@ -17,13 +17,13 @@ from pipeline.config.job import ConfigError
 from pipeline.schema import DUPLICATE_ID, ID
 
 Digests: TypeAlias = NDArray[np.bytes_]
-"""'S16' [rows]: what stands for ids (`ids.digest_id`)."""
+"""'S16' [rows]: digests of ids (`digest_id`)."""
 Entries: TypeAlias = NDArray[np.void]
-"""[rows] of `ids.INPUT_ENTRY` or `ids.OUTPUT_ENTRY`."""
+"""[rows] of INPUT_ENTRY or OUTPUT_ENTRY."""
 Places: TypeAlias = NDArray[np.uint64]
 """[rows]: file << 32 | row."""
 Rows: TypeAlias = NDArray[np.int64]
-"""Numbers of rows of one file, from 0; blank lines are not counted."""
+"""Row numbers in one file, from 0, blank lines not counted."""
 Mask: TypeAlias = NDArray[np.bool_]
 """[rows]"""
 
@@ -37,12 +37,14 @@ ROW_BITS: Final = np.uint64(32)
 ID_MODULUS: Final = 2**128
 SUMMED_AT_ONCE: Final = 65536
 MOST_INDEXED: Final = 1 << 28
-"""Rows of a file whose ids are known one by one: a task has 16 to 40 bytes for each."""
+"""Rows of one file whose ids are held one by one, at 16 to 40 bytes each."""
 
 
 def check_indexed(num_rows: int, path: str) -> None:
-    """ConfigError where a file with ids becomes so many rows that a task cannot hold these. Made ids are unique: they
-    are held by a resume alone, which must not be refused."""
+    """ConfigError where a file with ids becomes more rows than a task can hold the ids of.
+
+    Made ids are unique and held by a resume alone, which must not be refused.
+    """
     if num_rows > MOST_INDEXED:
         raise ConfigError(
             "input.path",
@@ -72,24 +74,27 @@ def sum_digests(digests: Digests) -> int:
 
 
 def digest_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> Iterator[Digests]:
-    """Of the made ids of the first documents of a file, some at a time; `expand`: the ids of all their rows."""
+    """Digests of the made ids of the first `count` documents of a file, some at a time.
+
+    `expand` turns ids of documents into the ids of all their output rows.
+    """
     step = max(SUMMED_AT_ONCE // len(expand([""])), 1)
     for start in range(0, count, step):
         yield digest_ids(expand([made_id(file, row) for row in range(start, min(start + step, count))]))
 
 
 def sum_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> int:
-    """`sum_digests` of the same."""
+    """`sum_digests` of what `digest_made_ids` gives."""
     return sum(map(sum_digests, digest_made_ids(file, count, expand))) % ID_MODULUS
 
 
 def sum_outputs(table: pa.Table) -> int:
-    """Of rows with `id`, `error_code`, `error_message`: their ids, and of `duplicate_id` rows their places too."""
+    """The sum for a table with `id`, `error_code` and `error_message`: of the ids, and the origins of duplicates."""
     return sum_entries(output_entries(table, 0))
 
 
 def sum_entries(entries: Entries) -> int:
-    """The same of entries of such rows."""
+    """The same sum for entries of data files."""
     return (sum_digests(entries["digest"]) + sum(map(int, entries["origin"][entries["origin"] > 0]))) % ID_MODULUS
 
 
@@ -98,12 +103,12 @@ def made_id(file: str, number: int) -> str:
 
 
 def places(file: int, first: int, count: int) -> Places:
-    """`place` of `count` rows of file number `file` from row `first` on."""
+    """The field `place` of `count` rows of file number `file`, from row `first` on."""
     return np.arange(first, first + count, dtype=np.uint64) | (np.uint64(file) << ROW_BITS)
 
 
 def split_place(place: int) -> tuple[int, int]:
-    """File number and row."""
+    """The file number and the row of a `place`."""
     return int(place) >> 32, int(place) & 0xFFFFFFFF
 
 
@@ -114,10 +119,10 @@ def input_entries(digests: Digests, file: int) -> Entries:
 
 
 def output_entries(table: pa.Table, file: int, first: int = 0) -> Entries:
-    """Of rows with the columns `id`, `error_code`, `error_message`, which begin at row `first` of data file `file`.
+    """Entries of rows with the columns `id`, `error_code`, `error_message`, from row `first` of data file `file` on.
 
-    A `duplicate_id` row shares its id with the good row. What tells them apart is the place that its message begins
-    with; else a run that was killed between the two would take the second for done.
+    A `duplicate_id` row shares its id with the good row. The input row that its message begins with tells them apart;
+    otherwise a run that was killed between the two would take the second for done.
     """
     ids = table[ID].to_pylist()
     entries = np.empty(len(ids), OUTPUT_ENTRY)
@@ -132,18 +137,18 @@ def output_entries(table: pa.Table, file: int, first: int = 0) -> Entries:
 
 
 def already_used(id: str) -> str:
-    """The middle of the message of a `duplicate_id` row, between its place and that of the first row with the id."""
+    """The middle of the message of a `duplicate_id` row, between the names of that row and of the first with the id."""
     return f": id {id!r} was already used by "
 
 
 def describe_place(name: str, row: int) -> str:
-    """How messages name a row: with the first row as 1."""
+    """How messages name a row, counting from 1."""
     return f"{name} row {row + 1}"
 
 
 @dataclass(frozen=True)
 class RowNames(Sequence[str]):
-    """`describe_place` of rows of one file, made when they are asked for."""
+    """What `describe_place` says of rows of one file, made when asked for."""
 
     file: str
     rows: range
@@ -162,5 +167,5 @@ class RowNames(Sequence[str]):
 
 
 def hash_origin(described: str) -> int:
-    """Of `describe_place`; never 0."""
+    """The hash of what `describe_place` says; never 0."""
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "little") or 1

@@ -1,7 +1,7 @@
-"""JSON Lines: one object per line; blank lines are no rows.
+"""JSON Lines: one object per line; blank lines are no rows. A file that is one JSON array is not supported.
 
-`json_rows` serves every format of JSON lines; `jsonl_row` is the plain one, of prompt, id and any columns. Left
-out: the types of those columns (`arrow_types`), and a file that is one JSON array.
+`json_rows` serves both formats of JSON lines; `jsonl_row` is the plain one, with a prompt, an id and any other columns,
+whose types are inferred in `scan`.
 """
 
 import json
@@ -19,7 +19,7 @@ MAX_JSON_KEYS: Final = 10_000  # of the line's own object: each is a column
 
 
 def parse_object(line: bytes, num_marks: int) -> JsonObject:
-    """The JSON object of one line; a `RowError` says why there is none. `num_marks`: of `count_marks`."""
+    """The JSON object of a line; RowError where there is none. `num_marks` is what `count_marks` says of the line."""
     if num_marks > MAX_MARKS:
         raise RowError(BAD_LINE, f"{num_marks} commas and brackets, more than the {MAX_MARKS} that JSON may have here")
     try:

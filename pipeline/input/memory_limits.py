@@ -1,7 +1,7 @@
-"""About what rows of Parquet and Arrow take in memory, said before they take it.
+"""How much memory rows of Parquet and Arrow will take, known before they take it.
 
-A value that many rows share is stored once: in a dictionary, or under views. So a file of a kilobyte may stand for
-gigabytes. Left out: opening files and cutting them into blocks (`scan`, `read`, `arrow_files`).
+A value that many rows share is stored once, in a dictionary or under views, so that a small file may stand for
+gigabytes: a long context that every row repeats, for example. Such columns stay encoded until they are cut into blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from pipeline.input.ids import Mask, Rows
 from pipeline.input.rows import BLOCK_BYTES
 
 OFFSET_BYTES = 4  # where a text begins
-VIEW_INTS = 4  # int32: the first is the length
+VIEW_INTS = 4  # int32 per view; the first is the length
 
 
 def encoded_columns(file: pq.ParquetFile) -> list[int]:
-    """Columns of text or bytes, nested ones too, of which some part is written as a dictionary; as Parquet counts."""
+    """The Parquet columns of text or bytes, nested ones too, of which some part is dictionary-encoded."""
     groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
     leaves = [leaf for field in file.schema_arrow for leaf in _leaves(field.type)]
-    if len(leaves) != file.metadata.num_columns:  # a type that we do not know
+    if len(leaves) != file.metadata.num_columns:  # a type that is unknown here
         return []
     found = [place for place, leaf in enumerate(leaves) if _has_length(leaf) or _is_view(leaf)]
     return [place for place in found if any(group.column(place).has_dictionary_page for group in groups)]
@@ -34,7 +34,8 @@ def _num_leaves(field: pa.Field) -> int:
 
 
 def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
-    """Types of the columns that Parquet has for one of this type, without dictionaries; null: of no use here."""
+    """The types of the Parquet columns that a column of this type is stored in, dictionaries taken off; null:
+    unknown."""
     if isinstance(type_, pa.BaseExtensionType):
         yield from _leaves(type_.storage_type)
     elif pa.types.is_dictionary(type_):
@@ -64,8 +65,10 @@ def row_bytes(metadata: pq.FileMetaData, places: Sequence[int]) -> int:
 def parquet_batches(
     source: pa.NativeFile, footer: pq.ParquetFile, most_rows: int, names: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """All columns, or those at the top with these names, whose text and bytes stay encoded: a dictionary of one value
-    may stand for a thousand of them. At most `most_rows`, and about BLOCK_BYTES without dictionaries."""
+    """Batches of all columns or those with these names, in which dictionary-encoded text and bytes stay encoded.
+
+    A batch has at most `most_rows` rows, and about BLOCK_BYTES besides its dictionaries.
+    """
     wanted = None if names is None else list(names)
     places = [
         place
@@ -81,14 +84,14 @@ def parquet_batches(
         metadata=footer.metadata,
         page_checksum_verification=True,
         read_dictionary=encoded,
-        arrow_extensions_enabled=False,  # else text of an extension type, as JSON is, does not stay encoded
+        arrow_extensions_enabled=False,  # else text of an extension type such as JSON does not stay encoded
     ) as file:
         yield from file.iter_batches(rows, columns=wanted)
 
 
 def block_cuts(sizes: Rows, max_bytes: int, max_rows: int) -> list[int]:
-    """Where to cut rows of these sizes so that no part has more than `max_rows`, or more than `max_bytes` in more than
-    one row."""
+    """Where to cut rows of these sizes so that no part has more than `max_rows` rows, nor more than `max_bytes` unless
+    it is a single row."""
     if sizes.sum() <= max_bytes:
         return [*range(0, len(sizes), max_rows), len(sizes)]
     ends, cuts = np.cumsum(sizes), [0]
@@ -100,17 +103,18 @@ def block_cuts(sizes: Rows, max_bytes: int, max_rows: int) -> list[int]:
 
 
 def row_sizes(batch: pa.RecordBatch) -> Rows:
-    """int64 [rows]: about what each takes without dictionaries and views."""
+    """int64 [rows]: about how many bytes each row takes once it is decoded."""
     return sum((decoded_bytes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
 
 
 def own_values(column: pa.Array) -> pa.Array:
-    """A slice of nested values, copied: it still has the values of its neighbours, which a cast would decode too."""
+    """The column, copied if it is a slice of nested values: it would keep its neighbours' values, which casts decode
+    too."""
     return pa.concat_arrays([column[:0], column]) if pa.types.is_nested(column.type) else column
 
 
 def own_rows(batch: pa.RecordBatch, start: int, end: int) -> pa.RecordBatch:
-    """Some rows, without the nested values of their neighbours."""
+    """Some rows of a batch, without the nested values of their neighbours."""
     if end - start == batch.num_rows:
         return batch
     part = batch[start:end]
@@ -118,7 +122,8 @@ def own_rows(batch: pa.RecordBatch, start: int, end: int) -> pa.RecordBatch:
 
 
 def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:
-    """Rows whose lists and structs would take more than `max_bytes` have null in these, and which they are."""
+    """The batch with nulls for lists and structs of rows in which these exceed `max_bytes`, and which rows: bool
+    [rows]."""
     nested = {name: column for name, column in zip(batch.schema.names, batch.columns, strict=True)
               if pa.types.is_nested(column.type)}  # fmt: skip
     if not nested:
@@ -133,7 +138,7 @@ def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch
 
 
 def decoded_bytes(column: pa.Array) -> Rows:
-    """int64 [rows]: about what each value takes without dictionaries and views."""
+    """int64 [rows]: about how many bytes each value takes once it is decoded, without dictionaries and views."""
     type_ = column.type
     if isinstance(type_, pa.BaseExtensionType):
         return decoded_bytes(column.storage)
@@ -159,14 +164,14 @@ def decoded_bytes(column: pa.Array) -> Rows:
 
 
 def _numbers(column: pa.Array, null: int = 0) -> Rows:
-    """What `to_numpy` gives, which imports pandas: that takes longer than many a file."""
+    """The same as `to_numpy`, which would import pandas: that takes longer than reading many a file."""
     end = column.offset + len(column)
     found = np.frombuffer(column.buffers()[1] or b"", str(column.type), end)[column.offset :].astype(np.int64)
     return np.where(_is_valid(column), found, null) if column.null_count else found
 
 
 def _view_lengths(column: pa.Array) -> Rows:
-    """Which Arrow's own function does not know: each view begins with it."""
+    """The lengths of views, with which each begins; Arrow's own function does not take views."""
     end = column.offset + len(column)
     views = np.frombuffer(column.buffers()[1] or b"", np.int32, end * VIEW_INTS).reshape(end, VIEW_INTS)
     return np.where(_is_valid(column), views[column.offset :, 0], 0).astype(np.int64)

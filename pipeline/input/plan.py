@@ -1,6 +1,6 @@
-"""All scans -> `InputPlan`: one schema for all files, the limit, and room for the rows whose id occurs twice.
+"""The scans of all files -> `InputPlan`: one schema, the limit, and which rows have the id of an earlier one.
 
-Touches no file. Left out: finding those rows (`match`) and skipping rows that an earlier run finished (`source`).
+Opens no file. Duplicate ids are found in `id_matching`; rows that are done already are skipped in `read`.
 """
 
 from collections.abc import Sequence
@@ -30,20 +30,20 @@ ROW_SCHEMA: Final = pa.schema(
         pa.field("error_message", pa.string()),
     ]
 )
-"""The columns of every normalised row, in order; the input's other columns follow."""
+"""The columns of every row that is read, in order; the other columns of the input follow."""
 
 
 @dataclass(frozen=True, eq=False)
 class InputPlan:
-    """Everything a reader of any file has to know; the same input and config give the same plan."""
+    """Everything that a reader of any file has to know. The same input and configuration give the same plan."""
 
     listing: Listing
     num_documents_per_file: tuple[int, ...]  # after `input.limit`
-    num_rows_per_file: tuple[int, ...]  # that these become
+    num_rows_per_file: tuple[int, ...]  # output rows that these become
     etags: tuple[str | None, ...]  # per file
-    num_bytes_per_file: tuple[int, ...]  # of the documents in memory, about
-    has_sources: bool  # its rows say which document they come from
-    has_choices: bool  # some line asks for more than text
+    num_bytes_per_file: tuple[int, ...]  # about what the documents take in memory
+    has_sources: bool  # whether rows say which document they come from
+    has_choices: bool  # whether some batch line asks for more than text
     extra_schema: pa.Schema
     json_columns: frozenset[str]
     duplicates: tuple[Rows, ...]  # per file, sorted
@@ -63,26 +63,26 @@ class InputPlan:
 
     @property
     def schema(self) -> pa.Schema:
-        """Of every block that `read_file` yields."""
+        """The schema of every block that `read_file` yields."""
         return pa.schema([*ROW_SCHEMA, *self.carried_schema])
 
     @property
     def document_schema(self) -> pa.Schema:
-        """Of a block before its documents become rows."""
+        """The schema of a block before its documents become output rows."""
         return pa.schema([*ROW_SCHEMA, *self.extra_schema])
 
     @property
     def carried_schema(self) -> pa.Schema:
-        """Columns that the output has as they are read."""
+        """The columns that go to the output as they are read."""
         return pa.schema([*(SOURCE_SCHEMA if self.has_sources else ()), *self.extra_schema])
 
     def describe(self) -> str:
-        """How many rows, and of how many documents where that is another number."""
+        """The number of rows in words, and that of documents where it differs."""
         rows = count(self.num_rows, "row")
         return f"{count(self.num_documents, 'document')}, {rows}" if self.has_sources else rows
 
     def with_duplicates(self, rows: Places, firsts: Places) -> "InputPlan":
-        """The plan with these rows (places) marked as having the id of `firsts` (places)."""
+        """The plan with these rows marked as duplicates of `firsts`; both are given by their `place`."""
         order = np.argsort(rows)
         files = (rows[order] >> ROW_BITS).astype(np.int64)
         cuts = np.searchsorted(files, np.arange(1, len(self.num_rows_per_file)))
@@ -91,16 +91,15 @@ class InputPlan:
 
 
 def columns_of(scans: Sequence[FileScan], format: str) -> set[str]:
-    """All that some file has, by the names that templates know them by."""
+    """The columns of all files, by the names that templates use for them."""
     return {name for scan in scans for name in scan.columns} | ({PROMPT} if format == "text" else set())
 
 
 def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig) -> InputPlan:
-    """Puts the scans together, one per file in the order of the listing: columns and limit; no duplicates yet.
+    """The plan for one scan per file, in the order of the listing; duplicates are not marked yet.
 
-    A JSONL column whose values fit no single Arrow type becomes a string column with JSON text for every
-    value. Parquet columns may differ in width between files, or be missing (null); anything else is a
-    `ConfigError`.
+    A JSONL column whose values fit no single Arrow type becomes a string column with the JSON of every value. Parquet
+    columns may differ in width between files, or be missing (null); anything else is a ConfigError.
     """
     assert tuple(scan.file for scan in scans) == listing.files, "scans and listing are not of the same files"
     if not any(scan.num_rows for scan in scans):
@@ -130,7 +129,7 @@ def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig)
 
 
 def _rows_of(scan: FileScan, num_documents: int) -> int:
-    """Of the first documents of a file."""
+    """How many rows the first documents of a file become."""
     if num_documents == scan.num_documents:
         return scan.num_rows
     if scan.counts is not None:
@@ -164,7 +163,7 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
 
 
 def _unify(format: str, scans: Sequence[FileScan]) -> tuple[pa.Schema, frozenset[str]]:
-    """One type per column, and which columns are JSON text."""
+    """The type of every column, and which columns are JSON text."""
     leaf: Merge = merge_json_leaf if format == "jsonl" else merge_parquet_leaf
     json_columns = {name for scan in scans for name in scan.json_columns}
     types: dict[str, pa.DataType] = {}

@@ -1,6 +1,6 @@
-"""Prompts that are made: from columns by templates, and from conversations by the chat template.
+"""Prompts that are rendered: from columns by templates, and from conversations by the chat template.
 
-One `Prompter` is made by the driver and travels to the tasks that read. What rows hold is data, and never a template.
+The driver makes one `Prompter`, which travels to the tasks that read. What rows hold is data, never a template.
 Left out: the sandbox that renders (`actors.templates.sandbox`), and where a checkpoint has its chat template
 (`actors.templates.chat_template`).
 """
@@ -20,11 +20,11 @@ from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
 
 BATCH_MESSAGES = "messages"
-"""The field of an OpenAI batch line that is a conversation."""
+"""The field of an OpenAI batch line that holds a conversation."""
 OF_LINES = ("template", "templates", "messages_column", "chat", "system")
-"""Keys that say what OpenAI batch lines say themselves."""
+"""Keys that have no meaning for OpenAI batch lines, which say the same themselves."""
 ROW = "row"
-"""All columns of a row, to a template, unless the input has a column of that name."""
+"""The name by which templates get all columns of a row, unless the input has a column of that name."""
 NEWLINE = "\n"
 
 
@@ -41,7 +41,7 @@ class Failure:
 
 
 Made = str | Failure | None
-"""A prompt, or why there is none; None: the row has failed before."""
+"""A prompt, or why there is none; None if the row has failed before."""
 
 
 class PromptMaker(Protocol):
@@ -54,20 +54,20 @@ class PromptMaker(Protocol):
 
 @dataclass(frozen=True)
 class Prompter:
-    """What makes the prompts of a run."""
+    """Renders the prompts of a run."""
 
     templates: Mapping[str, Template]
-    """By the names of `Expansion`; empty: the text of a column is the prompt."""
+    """By the names of `Expansion`; empty if the text of a column is the prompt."""
     messages: str | None
-    """The field that is a conversation; None: there is none, or the prompt is a message of the user's."""
+    """The field that holds a conversation, if there is one."""
     is_chat: bool
-    """Whether rows without such a field go through the chat template too."""
+    """Whether prompts of rows without such a field become a user message for the chat template."""
     system: str | None
     chat: ChatTemplate | None
     now: datetime
-    """What templates take for the time: that of the run's start, so that a resume renders the same."""
+    """The time that templates see: that of the run's start, so that a resume renders the same."""
     binds_row: bool = True
-    """Whether `row` is all columns to a template."""
+    """Whether templates get all columns as `row`."""
 
     @classmethod
     def of(
@@ -106,7 +106,7 @@ class Prompter:
         return made
 
     def _conversation(self, fields: Mapping[str, object], text: Made) -> "list[Message] | Made":
-        """The messages of a document, or what is its prompt without any."""
+        """The messages of a document, or its prompt if it has none."""
         if self.messages is not None and self.messages in fields:
             given = fields[self.messages]
         elif self.is_chat and isinstance(text, str):
@@ -128,7 +128,7 @@ class Prompter:
 
 
 def _parsed(messages: object) -> object:
-    """Text is the JSON of a conversation: files of text have no other way to say one."""
+    """Messages given as text are JSON, since text formats have no other way to hold them."""
     if not isinstance(messages, str):
         return messages
     if (num_marks := count_marks(messages.encode())) > MAX_MARKS:  # of a line what is in its texts is not counted
@@ -156,7 +156,7 @@ def _key(name: str) -> str:
 
 
 def compile_templates(config: InputConfig) -> dict[str, Template]:
-    """By name; ConfigError names the one that is no Jinja."""
+    """The templates by name; ConfigError names the one that does not compile."""
     made = {}
     for name, text in config.by_name.items():
         try:
@@ -167,23 +167,23 @@ def compile_templates(config: InputConfig) -> dict[str, Template]:
 
 
 def reads_column(config: InputConfig, column: str) -> bool:
-    """Whether a template may read that column: by its name, or out of `row`."""
+    """Whether a template may read that column, by its name or through `row`."""
     templates = compile_templates(config).values()
     return any(t.row_keys is None or column in t.names or column in t.row_keys for t in templates)
 
 
 def prompt_columns(config: InputConfig, columns: Sequence[str]) -> list[str]:
-    """Those that prompts are made of by templates, or as conversations."""
+    """The columns that prompts are rendered from."""
     return [name for name in columns if name == config.messages_column or reads_column(config, name)]
 
 
 def _names_read(template: Template, columns: Collection[str]) -> frozenset[str]:
-    """By name, of an input with these columns; what `row` gives besides is in `columns`."""
+    """The names of columns that a template reads from an input with these columns."""
     return template.names if ROW in columns else template.names - {ROW} | (template.row_keys or frozenset())
 
 
 def check_templates(config: InputConfig, names: Collection[str]) -> None:
-    """ConfigError where a template reads no column of the input, which has `names`."""
+    """ConfigError for a template that reads none of the input's columns, `names`."""
     for name, template in compile_templates(config).items():
         own = _names_read(template, names)
         if not own & set(names) and (template.row_keys is not None or not names):
@@ -193,7 +193,7 @@ def check_templates(config: InputConfig, names: Collection[str]) -> None:
 
 
 def unknown_names(config: InputConfig, names: Collection[str]) -> list[str]:
-    """What templates read and no file has, in words: a slip of the pen, or a variable that need not be there."""
+    """Remarks on columns that templates read and no file has: a misspelling, or an optional variable."""
     return [
         f"{_key(name)}: no file has a column {column!r}; rows that need it will fail"
         for name, template in compile_templates(config).items()
@@ -202,7 +202,7 @@ def unknown_names(config: InputConfig, names: Collection[str]) -> list[str]:
 
 
 def check_format(format: str, config: InputConfig) -> None:
-    """ConfigError where keys say what the input says itself."""
+    """ConfigError for keys that have no meaning for this format."""
     is_batch = format == "openai_batch"
     if is_batch and (given := [key for key in OF_LINES if getattr(config, key)]):
         names = " and ".join(f"input.{key}" for key in given)
@@ -214,7 +214,7 @@ def check_format(format: str, config: InputConfig) -> None:
 
 
 def check_chat_template_is_used(config: InputConfig) -> None:
-    """ConfigError for a chat template that no row goes through; OpenAI batch lines say it themselves."""
+    """ConfigError for a chat template that no row goes through."""
     if config.chat_template != "auto" and not config.is_chat:
         raise ConfigError(
             "input.chat_template", "has no effect without input.chat or input.messages_column; leave it out, or set one"
@@ -222,7 +222,7 @@ def check_chat_template_is_used(config: InputConfig) -> None:
 
 
 def prompt_fields(row: Row, format: str) -> Mapping[str, object]:
-    """What a prompt is made of."""
+    """The fields that a prompt is rendered from."""
     if format == "text":
         return {PROMPT: row.prompt}
     if format == "openai_batch":

@@ -1,7 +1,4 @@
-"""One file of a plan -> blocks of rows with the columns of the plan, as a stream.
-
-Left out: which rows are done (`match`), and Ray (`source`).
-"""
+"""Streams one file of a plan as blocks of rows with the columns of the plan. Knows nothing of Ray (`datasource`)."""
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +32,7 @@ from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_
 from pipeline.input.rows import BLOCK_BYTES, Row
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
-READ_ROWS = 16384  # of Parquet at a time, encoded: what a dictionary holds is measured once for all of them
+READ_ROWS = 16384  # of Parquet at a time, while dictionaries stay encoded
 
 Blocks = Generator[Documents, None, None]
 
@@ -63,9 +60,8 @@ def read_file(
 ) -> Iterator[pa.Table]:
     """The rows of file `index` as blocks of `plan.schema`, of up to `rows_per_block` rows and about 32 MiB.
 
-    `prompter`: makes prompts where they are made; without it there are none. Nor are there for rows that are done:
-    bool [rows]. Raises `RuntimeError` if the file is not the one that was scanned: with other rows the books cannot
-    close.
+    `prompter` renders prompts, but not for rows that are done (bool [rows]). Raises RuntimeError if the file is not the
+    one that was scanned, since with other rows the books would not close.
     """
     file, expansion = plan.listing.files[index], plan.listing.expansion
     wanted = plan.num_documents_per_file[index]
@@ -215,13 +211,13 @@ def _from_batch(
 
 
 def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> Sequence[Mapping[str, object]]:
-    """The columns that prompts are made of, as Python values, by row; of one that has none that is text, nothing."""
+    """The columns that prompts are rendered from, as Python values by row; empty for rows that cannot be converted."""
     part = batch.select(prompt_columns(config, batch.schema.names))
     if not part.num_columns:
         return [{}] * batch.num_rows
     try:
         return to_python(part)
-    except ValueError:  # text in it that is no UTF-8, or a time that Python cannot say
+    except ValueError:  # invalid UTF-8, or a time that Python does not have
         found = []
     for row in range(batch.num_rows):
         try:
@@ -234,7 +230,7 @@ def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors
 
 
 class _Errors:
-    """`error_code` and `error_message` of a block that begins with row `first` of a file; the first reason stays."""
+    """The error columns of a block that begins with row `first` of a file; the first reason of a row stays."""
 
     def __init__(self, count: int, name: str, first: int) -> None:
         self._names, self._found = RowNames(name, range(first, first + count)), dict[int, tuple[str, str]]()
@@ -252,7 +248,8 @@ class _Errors:
 
 
 def _mark_duplicates(block: pa.Table, first: int, plan: InputPlan, index: int) -> pa.Table:
-    """An id belongs to its first row, whatever else is wrong with the later ones: so ids stay unique beside these."""
+    """Marks rows whose id an earlier row has. The id belongs to that one, whatever else is wrong with the later
+    ones."""
     rows = plan.duplicates[index]
     low, high = np.searchsorted(rows, [first, first + len(block)])
     if low == high:

@@ -16,24 +16,24 @@ BLOCK_BYTES: Final = 32 << 20  # a block ends here even if it has few rows: 1024
 
 
 JsonObject: TypeAlias = dict[str, Json]
-"""A line of JSON Lines, or an object inside it."""
+"""An object of JSON: a line of JSON Lines, or part of one."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One row as its file gives it; a failed row holds what could be read."""
+    """One row as its file has it; a failed row holds what could be read."""
 
-    number: int  # 0-based, counts bad rows too; the one in a made id
+    number: int  # 0-based, with bad rows; the one in a made id
     num_bytes: int  # about what it takes in memory
     id: str | None = None  # None: the row has none of its own
     prompt: str | None = None
     tokens: list[int] | None = None
-    messages: list[Json] | None = None  # of a conversation, in place of a prompt
+    messages: list[Json] | None = None  # a conversation in place of a prompt
     sampling: str | None = None  # JSON object
-    samples: int | None = None  # answers that it asks for; None: as many as the run makes
+    samples: int | None = None  # how many answers it asks for; None: sampling.n
     error_code: str = ""
     error_message: str = ""
-    fields: Mapping[str, Json] = field(default_factory=dict)  # every column the row has, prompt and id included
+    fields: Mapping[str, Json] = field(default_factory=dict)  # all its columns, with prompt and id
 
     def fail(self, code: str, message: str) -> None:
         """Marks the row as failed; the first reason stays."""
@@ -42,6 +42,8 @@ class Row:
 
 
 class RowError(Exception):
+    """Why a row fails: an `error_code` and the reason."""
+
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
         self.code, self.reason = code, reason
@@ -67,7 +69,7 @@ BOM: Final = b"\xef\xbb\xbf"
 
 
 class LongLine(bytes):
-    """In place of a line that is longer than may be: none of its bytes, and why."""
+    """Stands for a line that exceeds the limit: it has none of its bytes, but the reason."""
 
     reason: str
 
@@ -79,12 +81,12 @@ class LongLine(bytes):
 
 
 def iter_lines(stream: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Lines ended by b"\\n" and nothing else, without byte order mark; a final empty remainder is no line.
+    """Lines, ended by b"\\n" alone, without a byte order mark; a final empty remainder is no line.
 
-    A line of more than `max_bytes` is a `LongLine`, and is never in memory.
+    A line of more than `max_bytes` becomes a `LongLine` and is never held in memory.
     """
     pending: list[bytes] = []  # pieces of one long line: joining them once keeps a 30 MB line linear
-    num_bytes = 0  # of that line, with what is not kept
+    num_bytes = 0  # of that line, including what was dropped
     is_start = True
 
     def ended() -> bytes:
@@ -107,6 +109,7 @@ def iter_lines(stream: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[by
 
 
 def text_rows(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    """The rows of a text file: every line is a prompt, blank lines included."""
     for number, line in enumerate(lines):
         row = Row(number, len(line))
         if isinstance(line, LongLine):

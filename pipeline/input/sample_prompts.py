@@ -1,4 +1,4 @@
-"""A few prompts of an input, for whoever measures on a sample: the first distinct ones that are fit to run."""
+"""A few prompts of an input for measurements on a sample: the first distinct ones that are fit to run."""
 
 from datetime import UTC, datetime
 from itertools import islice
@@ -13,7 +13,7 @@ from pipeline.schema import PROMPT
 
 
 def read_prompts(config: InputConfig, count: int) -> list[str]:
-    """The first `count` distinct prompts that are fit to run, of templates too; ConfigError for conversations."""
+    """The first `count` distinct prompts that are fit to run, rendered if need be; ConfigError for conversations."""
     if config.is_chat:
         key = "chat" if config.chat else "messages_column"
         raise ConfigError(

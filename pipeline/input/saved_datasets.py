@@ -1,8 +1,8 @@
-"""Folders that Hugging Face `datasets` has saved (`save_to_disk`): which of their files are the rows.
+"""Folders saved by Hugging Face `datasets` (`save_to_disk`): which of their files hold the rows.
 
-`state.json` names them. Beside them `datasets` keeps what it has computed since (`cache-*.arrow`), which are no rows of
-this data set. A `DatasetDict` is a folder of such folders, one per split, and `dataset_dict.json`. Left out: what is in
-the files (`arrow_files`), and the types that `dataset_info.json` knows beyond those of Arrow.
+`state.json` names them; caches (`cache-*.arrow`) that `datasets` keeps beside them are not rows of the data set. A
+`DatasetDict` is a folder of such folders, one per split, with `dataset_dict.json`. Types that `dataset_info.json`
+knows beyond those of Arrow are ignored.
 """
 
 import json
@@ -17,13 +17,13 @@ from pipeline.formatting import Json
 
 STATE: Final = "state.json"
 SPLITS: Final = "dataset_dict.json"
-MAX_BYTES: Final = 16 << 20  # of these; a larger file of such a name is somebody's rows
+MAX_BYTES: Final = 16 << 20  # a larger file of such a name holds rows
 
 
 def pick_saved(filesystem: pafs.FileSystem, files: Sequence[pafs.FileInfo]) -> list[pafs.FileInfo]:
-    """Of `files`, which a folder or a pattern led to, those that are rows: all where no data set was saved.
+    """Those of `files`, found in a folder or by a pattern, that hold rows; all where no data set was saved.
 
-    ConfigError for a `DatasetDict` of several splits that all were found, and for a data set that is not whole.
+    ConfigError for several splits of a `DatasetDict`, and for a data set of which files are missing.
     """
     by_folder: dict[str, list[pafs.FileInfo]] = {}
     for file in files:
@@ -47,7 +47,7 @@ def _is_arrow(file: pafs.FileInfo) -> bool:
 
 
 def _row_files(filesystem: pafs.FileSystem, folder: str) -> set[str] | None:
-    """The names of the files with the rows of the data set that was saved in `folder`; None where none was."""
+    """The names of the files with the rows of the data set saved in `folder`; None if there is none."""
     state = _read_json(filesystem, posixpath.join(folder, STATE))
     named = state.get("_data_files") if isinstance(state, dict) else None
     if not isinstance(state, dict) or not isinstance(named, list):
@@ -62,7 +62,7 @@ def _row_files(filesystem: pafs.FileSystem, folder: str) -> set[str] | None:
 
 
 def _refuse_lost(folder: str, names: set[str], there: Sequence[pafs.FileInfo]) -> None:
-    """A pattern may pick some of the files; the whole folder has to be whole."""
+    """ConfigError if a folder lacks files that its state names; a pattern may pick some of them."""
     found = {file.base_name for file in there}
     lost = sorted(names - found)
     if lost and STATE in found:
@@ -82,7 +82,7 @@ def _refuse_splits(filesystem: pafs.FileSystem, folder: str, folders: Sequence[s
 
 
 def _read_json(filesystem: pafs.FileSystem, path: str) -> Json:
-    """What a small file holds; None where there is none, or it is no JSON."""
+    """The contents of a small JSON file; None if it is missing, large or not JSON."""
     info = filesystem.get_file_info(path)
     if info.type != pafs.FileType.File or (info.size or 0) > MAX_BYTES:
         return None

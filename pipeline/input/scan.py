@@ -1,14 +1,16 @@
-"""One pass over one file -> `FileScan`: how many rows, which columns of which types, which ids.
+"""One pass over one file -> `FileScan`: how many rows it has, which columns of which types, and the digests of its ids.
 
-Of Parquet only the footer and the id column are read; of Arrow all of it.
-Left out: what the files have in common (`plan`).
+Of Parquet only the footer and the id column are read; of every other format everything. What the files have in common
+is decided in `plan`.
 """
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,9 +35,18 @@ from pipeline.input.columns import (
 from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, SourceFile, blame, is_fsspec, open_stream, read_etag, sniff_batch
-from pipeline.input.formats import ARROW, iter_rows
-from pipeline.input.ids import DIGEST, Digests, check_indexed, digest_id, digest_made_ids, digest_texts, made_id
-from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches, row_sizes
+from pipeline.input.formats import ARROW, BINARY, iter_rows
+from pipeline.input.ids import (
+    DIGEST,
+    Digests,
+    check_indexed,
+    digest_id,
+    digest_ids,
+    digest_made_ids,
+    digest_texts,
+    made_id,
+)
+from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches
 from pipeline.input.openai_rows import BATCH_COLUMNS
 from pipeline.input.rows import BLOCK_BYTES, Row
 from pipeline.openai.parameters import asks_for_choice
@@ -45,39 +56,37 @@ SCANNED_ROWS = 65536  # at a time
 
 @dataclass(frozen=True, eq=False)
 class FileScan:
-    """What one pass over one file found; of its first `input.limit` documents, if there is a limit."""
+    """What one pass over one file found; with `input.limit`, over as many of its first documents."""
 
     file: SourceFile
-    num_rows: int  # that its documents become (`expansion`)
+    num_rows: int  # output rows that its documents become (`expansion`)
     num_documents: int
-    num_bytes: int  # of the documents in memory, about
-    columns: frozenset[str]  # every name that was there, be its values null
-    extra_schema: pa.Schema  # columns but prompt and id; JSONL: see arrow_types.infer_json_type
-    json_columns: frozenset[str]  # JSONL columns that no Arrow type fits: string, JSON text
-    has_own_ids: bool  # some row has an id that is not made
-    is_indexed: bool  # the digests of its ids were taken
-    etag: str | None = None  # of the object, where there are etags
+    num_bytes: int  # about what the documents take in memory
+    columns: frozenset[str]  # all names found, also those whose values are all null
+    extra_schema: pa.Schema  # the columns but prompt and id; for JSONL see arrow_types.infer_json_type
+    json_columns: frozenset[str]  # JSONL columns that no Arrow type fits: strings with JSON text
+    has_own_ids: bool  # some row has an id that was not made here
+    is_indexed: bool  # whether digests of the ids were taken
+    etag: str | None = None  # of the object, where the store has them
     is_batch: bool | None = None  # JSONL with format auto: whether the first object is an OpenAI batch line
     first_error: str | None = None
-    id_sum: int | None = None  # `ids.sum_digests` of its rows, where it was asked for
+    id_sum: int | None = None  # `ids.sum_digests` of its rows, if it was asked for
     num_chats: int = 0  # OpenAI batch lines that are conversations
-    has_choices: bool = False  # some of them ask for more than text (`schema.CHOICE`)
-    counts: NDArray[np.int32] | None = None  # rows of each document, where these differ and a limit may cut the file
+    has_choices: bool = False  # whether a batch line asks for more than text (`schema.CHOICE`)
+    counts: NDArray[np.int32] | None = None  # rows per document, if they differ and a limit may cut the file
 
 
 def scan_file(listing: Listing, index: int, config: InputConfig, index_all: bool = False) -> tuple[FileScan, Digests]:
-    """One pass over file `index` (Parquet: footer, id column), and the digests of its ids: 'S16' [num_rows].
+    """Scans file `index` and returns the digests of its rows' ids, 'S16' [num_rows], too.
 
-    No digests where reading them is extra work and no row has an id of its own, unless `index_all`: made ids are
-    unique. `ConfigError` for what is no row's fault.
+    There are no digests where they are extra work and no row has an id of its own (made ids are unique), unless
+    `index_all`. ConfigError for what is not the fault of a single row.
     """
     file = listing.files[index]
     with blame("input.path", file.path, is_fsspec(listing.filesystem)):
         etag = read_etag(listing.filesystem, file)
-        if listing.format == "parquet":
-            scan, digests = _scan_parquet(listing, file, config, index_all)
-        elif listing.format == ARROW:
-            scan, digests = _scan_arrow(listing, file, config, index_all)
+        if listing.format in BINARY:
+            scan, digests = _scan_table(listing, file, config, index_all)
         else:
             scan, digests = _scan_rows(listing, file, config, index_all or listing.format != "text")
         return replace(scan, etag=etag), digests
@@ -90,7 +99,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
             header = read_csv_header(stream, file.path)
         if header:
             check_source(header, file.path, config)
-    columns, expansion = _Columns(listing.format, header, config), listing.expansion
+    columns, expansion = _ColumnTypes(listing.format, header, config), listing.expansion
     digests, counts = bytearray(), array("i")
     num_bytes = num_own_ids = num_chats = 0
     first_error, has_choices = None, False
@@ -133,8 +142,8 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
     return scan, np.frombuffer(digests, dtype=DIGEST)
 
 
-class _Columns:
-    """The names and types of a file's other columns, chunk by chunk."""
+class _ColumnTypes:
+    """The names and types of the columns of a file of lines, inferred from some rows at a time."""
 
     def __init__(self, format: str, header: Sequence[str], config: InputConfig) -> None:
         self._format = format
@@ -172,41 +181,72 @@ class _Columns:
         self._rows, self._num_bytes = [], 0
 
 
-def _scan_parquet(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
-    expansion = listing.expansion
+class _Table(NamedTuple):
+    """A Parquet or Arrow file that is open."""
+
+    schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+    """Of at most SCANNED_ROWS rows; of Parquet they hold the id column alone."""
+    num_rows: int | None
+    """None: not known before the last batch."""
+    num_bytes: int
+    """0: to be added up."""
+
+
+@contextmanager
+def _open_table(listing: Listing, file: SourceFile, config: InputConfig) -> Iterator[_Table]:
+    if listing.format == ARROW:
+        with open_arrow(listing.filesystem, file) as (schema, batches):
+            stored = stored_schema(schema, file)
+            yield _Table(stored, arrow_batches(batches, stored, SCANNED_ROWS), None, 0)
+        return
     source = listing.filesystem.open_input_file(file.path)
     with pq.ParquetFile(source) as parquet:
-        num_rows = parquet.metadata.num_rows
-        # A file without rows may come without columns or with columns of type null: it has no say.
-        schema = parquet.schema_arrow if num_rows else pa.schema([])
-        if num_rows:
-            _check_parquet_columns(schema, file, config)
-        extra = _extra_schema(schema, file, config, expansion)
-        num_rows = min(num_rows, config.limit or num_rows)
-        has_id = config.id_column in schema.names
-        digests, has_own_ids = np.empty(0, DIGEST), False
-        if has_id:
-            check_indexed(num_rows * expansion.count(), file.path)
-            digests, has_own_ids = _parquet_digests(source, parquet, file, num_rows, config, expansion)
-        elif index_all:
-            parts = [part.tobytes() for part in digest_made_ids(file.name, num_rows, expansion.all_ids)]
-            digests = np.frombuffer(b"".join(parts), dtype=DIGEST)
+        names = [config.id_column] if config.id_column in parquet.schema_arrow.names else []
+        num_bytes = sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups))
+        batches = parquet_batches(source, parquet, SCANNED_ROWS, names)
+        yield _Table(parquet.schema_arrow, batches, parquet.metadata.num_rows, num_bytes)
+
+
+def _scan_table(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
+    expansion, limit = listing.expansion, config.limit
+    columns, extra, has_id = frozenset[str](), pa.schema([]), False
+    digests, num_documents, num_bytes, num_own = bytearray(), 0, 0, 0
+    with _open_table(listing, file, config) as table:
+        for batch in table.batches:
+            if not num_documents:  # a file without rows may lack columns, or have them with type null: it has no say
+                _check_types(table.schema, file, config)
+                columns, extra = frozenset(table.schema.names), _extra_schema(table.schema, file, config, expansion)
+                has_id = config.id_column in table.schema.names
+            left = batch.num_rows if limit is None else limit - num_documents
+            batch = batch[:left]
+            if has_id:
+                total = table.num_rows or num_documents + batch.num_rows
+                check_indexed((total if limit is None else min(total, limit)) * expansion.count(), file.path)
+                found, own = _digest_ids(batch.column(config.id_column), file, num_documents, expansion)
+                digests += found
+                num_own += own
+            num_documents, num_bytes = num_documents + batch.num_rows, num_bytes + batch.nbytes
+            if num_documents == limit:
+                break
+        if index_all and not has_id:
+            digests += b"".join(part.tobytes() for part in digest_made_ids(file.name, num_documents, expansion.all_ids))
         scan = FileScan(
             file,
-            num_rows=num_rows * expansion.count(),
-            num_documents=num_rows,
-            num_bytes=sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups)),
-            columns=frozenset(schema.names),
+            num_rows=num_documents * expansion.count(),
+            num_documents=num_documents,
+            num_bytes=table.num_bytes or num_bytes,
+            columns=columns,
             extra_schema=extra,
             json_columns=frozenset(),
-            has_own_ids=has_own_ids,
+            has_own_ids=num_own > 0,
             is_indexed=has_id or index_all,
         )
-        return scan, digests
+    return scan, np.frombuffer(digests, dtype=DIGEST)
 
 
 def _extra_schema(schema: pa.Schema, file: SourceFile, config: InputConfig, expansion: Expansion) -> pa.Schema:
-    """The columns but prompt and id, without dictionaries and views."""
+    """The columns but prompt and id, with plain types: no dictionaries, no views."""
     fields, own = [], own_columns(config)
     for field in schema:
         if field.name not in own:
@@ -218,44 +258,8 @@ def _extra_schema(schema: pa.Schema, file: SourceFile, config: InputConfig, expa
     return pa.schema(fields)
 
 
-def _scan_arrow(listing: Listing, file: SourceFile, config: InputConfig, index_all: bool) -> tuple[FileScan, Digests]:
-    extra, has_id, is_indexed, expansion = pa.schema([]), False, index_all, listing.expansion
-    digests, num_rows, num_bytes, num_own = bytearray(), 0, 0, 0
-    with open_arrow(listing.filesystem, file) as (schema, batches):
-        stored = stored_schema(schema, file)
-        for batch in arrow_batches(batches, stored, SCANNED_ROWS):
-            if not num_rows:  # a file without rows has no say
-                _check_parquet_columns(stored, file, config)
-                extra = _extra_schema(stored, file, config, expansion)
-                has_id = config.id_column in stored.names
-                is_indexed = has_id or index_all
-            batch = batch[: (config.limit or num_rows + batch.num_rows) - num_rows]
-            if has_id:
-                ids, is_own, _ = parquet_ids(batch.column(config.id_column), file, num_rows)
-                num_own += int(is_own.sum())
-                check_indexed((num_rows + batch.num_rows) * expansion.count(), file.path)
-            elif is_indexed:
-                ids = pa.array([made_id(file.name, num_rows + row) for row in range(batch.num_rows)], pa.string())
-            if is_indexed:
-                digests += _digest(ids, expansion)
-            num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
-            if num_rows == config.limit:
-                break
-    scan = FileScan(
-        file,
-        num_rows=num_rows * expansion.count(),
-        num_documents=num_rows,
-        num_bytes=num_bytes,
-        columns=frozenset(stored.names if num_rows else ()),
-        extra_schema=extra,
-        json_columns=frozenset(),
-        has_own_ids=num_own > 0,
-        is_indexed=is_indexed,
-    )
-    return scan, np.frombuffer(digests, dtype=DIGEST)
-
-
-def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
+def _check_types(schema: pa.Schema, file: SourceFile, config: InputConfig) -> None:
+    """ConfigError for a column that is missing, there twice, or of a type that it cannot have."""
     names = schema.names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError("input.path", f"{file.path} has more than one column {repeated[0]!r}")
@@ -270,32 +274,15 @@ def _check_parquet_columns(schema: pa.Schema, file: SourceFile, config: InputCon
             raise ConfigError(f"input.{key}", f"{column!r} in {file.path} has type {type_}; {wanted}")
 
 
-def _digest(ids: pa.Array, expansion: Expansion) -> bytes:
-    """Of all rows of documents with these ids, string without nulls."""
-    if not expansion.is_on:
-        return digest_texts(ids)
-    digests = bytearray()
-    for start, end in itertools.pairwise(block_cuts(decoded_bytes(ids), BLOCK_BYTES // expansion.count(), len(ids))):
-        digests += b"".join(map(digest_id, expansion.all_ids(ids[start:end].to_pylist())))
-    return bytes(digests)
+def _digest_ids(column: pa.Array, file: SourceFile, first: int, expansion: Expansion) -> tuple[bytes, int]:
+    """The digests of all output rows of documents with these ids, and how many ids were not made here.
 
-
-def _parquet_digests(
-    source: pa.NativeFile,
-    parquet: pq.ParquetFile,
-    file: SourceFile,
-    num_rows: int,
-    config: InputConfig,
-    expansion: Expansion,
-) -> tuple[Digests, bool]:
-    """Of every row, and whether some document has an id of its own."""
-    digests, number, num_own = bytearray(), 0, 0
-    for batch in parquet_batches(source, parquet, SCANNED_ROWS, [config.id_column]):
-        batch = batch[: num_rows - number]
-        for start, end in itertools.pairwise(block_cuts(row_sizes(batch), BLOCK_BYTES, SCANNED_ROWS)):
-            ids, own, _ = parquet_ids(batch.column(config.id_column)[start:end], file, number)
-            digests += _digest(ids, expansion)
-            number, num_own = number + len(ids), num_own + int(own.sum())
-        if number == num_rows:
-            break
-    return np.frombuffer(digests, dtype=DIGEST), num_own > 0
+    `first`: the number of the first document in its file. Shared and expanded ids are held a few at a time.
+    """
+    digests, num_own = bytearray(), 0
+    cuts = block_cuts(decoded_bytes(column), BLOCK_BYTES // expansion.count(), max(len(column), 1))
+    for start, end in itertools.pairwise(cuts):
+        ids, own, _ = parquet_ids(column[start:end], file, first + start)
+        num_own += int(own.sum())
+        digests += digest_ids(expansion.all_ids(ids.to_pylist())).tobytes() if expansion.is_on else digest_texts(ids)
+    return bytes(digests), num_own

@@ -1,7 +1,7 @@
 """(prompt, response) pairs from Parquet, JSONL and CSV files, as text and as tokens: what training and evaluation read.
 
-Files are found and read as prompts are (`pipeline.input`). Everything is held in memory; prompt corpora stream. What a
-run has written can be read: a response that it cut (`finish_reason` is `length`) has no end to be learnt.
+Files are found and read as those of a run are, but everything is held in memory. The output of a run can be read: a
+response that it cut off (`finish_reason` is `length`) does not end with EOS.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ from pipeline.schema import BAD_LINE
 from skipdecode.checkpoint.tokenizer import Tokenizer
 
 FINISH, CUT = "finish_reason", "length"
-NO_ID = "\0"  # pairs have no ids; no column bears this name
+NO_ID = "\0"  # pairs have no ids, and no column has this name
 
-SHOWN = 5  # bad rows that an error lists
+NUM_SHOWN = 5  # bad rows that an error lists
 
 
 class Keys(NamedTuple):
-    """What the user calls the files and columns; errors blame these."""
+    """The configuration keys that errors name."""
 
     path: str = "data.path"
     prompt: str = "data.prompt_column"
@@ -39,15 +39,15 @@ DATA_KEYS = Keys()
 
 @dataclass(frozen=True)
 class Pairs:
-    """Good rows in file order, and what is wrong with the others."""
+    """The good rows in file order, and what is wrong with the others."""
 
     texts: list[tuple[str, str]] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
-    """File and row of each text, for messages."""
+    """The file and row of each pair, for messages."""
     is_cut: list[bool] = field(default_factory=list)
-    """Whether the response of each goes on beyond its last word."""
+    """Whether the response of each was cut off."""
     problems: list[str] = field(default_factory=list)
-    """One sentence per bad row: where and why."""
+    """One line per bad row: where and why."""
 
 
 def read_pairs(
@@ -60,16 +60,16 @@ def read_pairs(
 
 
 def refuse_problems(problems: Sequence[str], key: str, remedy: str = "repair or remove them") -> None:
-    """ConfigError that shows the first bad rows and their number."""
+    """ConfigError that lists the first bad rows and gives their number."""
     if problems:
-        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise ConfigError(key, "\n".join([f"{len(problems)} bad rows; {remedy}", *problems[:SHOWN], *more]))
+        more = [f"... and {len(problems) - NUM_SHOWN} more"] if len(problems) > NUM_SHOWN else []
+        raise ConfigError(key, "\n".join([f"{len(problems)} bad rows; {remedy}", *problems[:NUM_SHOWN], *more]))
 
 
 def scan_pairs(
     path: str | Sequence[str], prompt_column: str, response_column: str, keys: tuple[str, str, str] = DATA_KEYS
 ) -> Pairs:
-    """Good pairs and problems. ConfigError for what is no row's fault: files, formats, missing columns.
+    """The good pairs and the problems. ConfigError for what is not a row's fault: files, formats, missing columns.
 
     An empty prompt is a prompt; an empty response is a problem.
     """
@@ -109,7 +109,7 @@ def _list(config: InputConfig, keys: tuple[str, str, str]) -> Listing:
 
 
 def _fault(column: str, value: object, *, may_be_empty: bool = True) -> str:
-    """What is wrong with a value; empty: nothing."""
+    """What is wrong with a value, or an empty string."""
     if value is None:
         return f"column {column!r} is missing or null"
     if not isinstance(value, str):
@@ -118,13 +118,13 @@ def _fault(column: str, value: object, *, may_be_empty: bool = True) -> str:
 
 
 class PairRow(NamedTuple):
-    """A row as its file gives it, before anybody has looked at its values."""
+    """A row as its file has it, its values not checked yet."""
 
     where: str
     prompt: object
     response: object
     fault: str
-    """What the reader found wrong; empty: nothing."""
+    """What the reader found wrong, or empty."""
     is_cut: bool
 
 
@@ -202,10 +202,10 @@ def encode_pairs(
     *,
     is_rendered: bool = False,
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens with BOS where the model has one, response tokens with EOS unless it was cut) of each pair.
+    """For each pair the prompt's tokens, with BOS where the model has one, and the response's, with EOS unless cut off.
 
-    `is_rendered`: all prompts are of a chat template, and have their special tokens. Otherwise one that brings its own
-    BOS gets no second one.
+    `is_rendered`: all prompts come from a chat template and have their special tokens. Otherwise a prompt that brings
+    its own BOS gets no second one.
     """
     ends = [[tokenizer.end] if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
     front = [] if is_rendered else list(tokenizer.front)

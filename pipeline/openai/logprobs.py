@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's completions have them, for the endpoint and for batch lines. Pure functions."""
+"""Log-probabilities in the format of OpenAI's completions, for the endpoint and for batch lines."""
 
 from collections.abc import Callable, Sequence
 from typing import TypedDict
@@ -10,7 +10,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class LogprobsBody(TypedDict):
-    """One entry per token."""
+    """OpenAI's `logprobs` of a choice, with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -19,7 +19,7 @@ class LogprobsBody(TypedDict):
 
 
 class TextOffsets:
-    """Where each token of a text begins, in characters; the parts of one character all begin where it does."""
+    """Where each token of a text begins, in characters; tokens that are parts of a character begin where it does."""
 
     def __init__(self, decode: Decode, start: int = 0) -> None:
         self._decode, self._num_chars = decode, start
@@ -39,7 +39,7 @@ def empty_logprobs() -> LogprobsBody:
 
 
 def add_logprob(to: LogprobsBody, token: int, scored: TokenLogprobs | None, offset: int, decode: Decode) -> None:
-    """The entry of one token; `scored`: None where nothing comes before it."""
+    """Appends the entry of a token; `scored` is None for the first one, which has no log-probability."""
     top: dict[str, float] | None = None
     if scored is not None:
         top = {}
@@ -53,13 +53,13 @@ def add_logprob(to: LogprobsBody, token: int, scored: TokenLogprobs | None, offs
 
 
 def add_prompt(to: LogprobsBody, prompt: Sequence[int], scored: Sequence[TokenLogprobs], decode: Decode) -> None:
-    """The entries of a prompt that is echoed; `scored`: of its tokens but the first."""
+    """Appends the entries of an echoed prompt; `scored` has those of all its tokens but the first."""
     offsets = TextOffsets(decode)
     for number, token in enumerate(prompt):
         add_logprob(to, token, scored[number - 1] if number else None, offsets.next(token), decode)
 
 
 def token_name(token: int, decode: Decode) -> str:
-    """A token's own text; `token_id:7` where it has none (special tokens, parts of a character)."""
+    """A token's own text, or `token_id:7` if it has none (special tokens, parts of a character)."""
     text = decode([token])
     return f"token_id:{token}" if not text or REPLACEMENT in text else text

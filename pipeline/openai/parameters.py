@@ -1,7 +1,7 @@
-"""The parameters of an OpenAI completion that this program has, under its own names: for batch lines and for HTTP.
+"""Sampling parameters of OpenAI requests, translated to our names; for batch lines and for the endpoint.
 
-A parameter that it does not have is refused, unless its value asks for nothing; null is absent, as in the API. The
-ranges are those of `pipeline.config.job.SamplingConfig`.
+An unsupported parameter is refused unless its value asks for nothing; null means absent, as in the API. The ranges are
+those of `pipeline.config.job.SamplingConfig`.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias, TypedDict, TypeGuard, cast
 from pipeline.formatting import Json
 
 Neutral: TypeAlias = Mapping[str, tuple[Callable[[object], bool], str]]
-"""Name -> check, what is allowed."""
+"""Name -> check, and what is allowed."""
 
 MAX_STOPS: Final = 16
 MAX_LOGPROBS: Final = 5  # OpenAI
@@ -22,7 +22,7 @@ MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
 
 
 class BadParameter(ValueError):
-    """`name` is the parameter at fault, cut short; `reason` says what is wrong, without the name."""
+    """`name` is the parameter at fault, shortened; `reason` says what is wrong, without the name."""
 
     def __init__(self, name: str, reason: str) -> None:
         name = cut(name)
@@ -31,7 +31,7 @@ class BadParameter(ValueError):
 
 
 class SamplingParameters(TypedDict, total=False):
-    """What a request says of sampling, by the names of `skipdecode.config.sampling.Sampling`."""
+    """What a request says about sampling, by the names of `skipdecode.config.sampling.Sampling`."""
 
     max_new_tokens: int
     temperature: float
@@ -50,7 +50,7 @@ def is_int(low: int, high: int = 2**63 - 1) -> Callable[[object], TypeGuard[int]
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """Finite as a float: an integer may be too large for one."""
+    """Whether it is a number that is finite as a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -69,7 +69,7 @@ _SAMPLING_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool], str]]] =
     "stop": ("stop", _is_stop, f"a non-empty string or a list of up to {MAX_STOPS} of them"),
     "ignore_eos": ("ignore_eos", lambda v: isinstance(v, bool), "true or false"),
 }
-# What a completion may ask for and this program does not do: only the value that asks for nothing.
+# Unsupported parameters of completions, which may only have the value that asks for nothing.
 _NEUTRAL_KEYS: Final[Neutral] = {
     "n": (is_int(1, 1), "1"),
     "best_of": (is_int(1, 1), "1"),
@@ -84,7 +84,7 @@ _NEUTRAL_KEYS: Final[Neutral] = {
 }
 
 
-# Likewise in a chat, where some keys mean something else.
+# The same for chats, where some keys mean something else.
 _NEUTRAL_CHAT_KEYS: Final[Neutral] = {
     **{key: value for key, value in _NEUTRAL_KEYS.items() if key not in ("best_of", "echo", "suffix")},
     "logprobs": (lambda v: v is False, "false"),
@@ -99,7 +99,8 @@ _NEUTRAL_CHAT_KEYS: Final[Neutral] = {
 
 
 def chat_sampling_parameters(body: Mapping[str, Json], others: Set[str]) -> SamplingParameters:
-    """The same of a chat, where `max_completion_tokens` is another name of `max_tokens`, and wins over it."""
+    """`sampling_parameters` of a chat, where `max_completion_tokens` is another name for `max_tokens` and wins over
+    it."""
     most = body.get("max_completion_tokens")
     if most is not None and not is_int(1)(most):
         raise BadParameter("max_completion_tokens", f"must be an integer of at least 1, got {shown(most)}")
@@ -112,9 +113,9 @@ def sampling_parameters(
     others: Set[str],
     neutral: Mapping[str, tuple[Callable[[object], bool], str]] = _NEUTRAL_KEYS,
 ) -> SamplingParameters:
-    """What `body` says of sampling, as keys of `Sampling`; BadParameter. `others`: keys that the caller looks after.
+    """What `body` says about sampling, as keys of `Sampling`; BadParameter for anything else.
 
-    `neutral`: keys that may only say what asks for nothing.
+    `others` are keys that the caller handles, `neutral` those that may only have a value that asks for nothing.
     """
     own: dict[str, Json] = {}
     for key, value in body.items():
@@ -126,7 +127,7 @@ def sampling_parameters(
         elif key in neutral:
             check, allowed = neutral[key]
         else:
-            # quadratic in the length of the key, and no long one is a slip of the pen
+            # quadratic in the length of the key, and a long one is no misspelling
             close = difflib.get_close_matches(key, [*_SAMPLING_KEYS, *others], n=1) if len(key) < 64 else []
             raise BadParameter(key, "is not supported; remove it" + (f" (or is it {close[0]}?)" if close else ""))
         if not check(value):
@@ -138,13 +139,13 @@ def sampling_parameters(
             own[name] = float(number)  # an integer of more than 64 bits would fit no tensor
     if isinstance(top_k := own.get("top_k"), int):
         own["top_k"] = max(top_k, 0)
-    return cast(SamplingParameters, own)  # the table has looked at every value
+    return cast(SamplingParameters, own)  # the table has checked every value
 
 
 def choice_parameters(body: Mapping[str, Json]) -> dict[str, Json]:
-    """What a line for completions asks for beside its text, `logprobs` and `echo`, and the keys that this settles.
+    """What a completions line asks for besides text (`logprobs`, `echo`), as keys of `Sampling`.
 
-    `max_tokens` 0 goes with `echo`: the prompt alone.
+    With `echo`, `max_tokens` may be 0, which returns the prompt alone.
     """
     logprobs, echo, most = (body.get(name) for name in ("logprobs", "echo", "max_tokens"))
     if logprobs is not None and not is_int(0, MAX_LOGPROBS)(logprobs):
@@ -168,7 +169,7 @@ def is_token_list(value: object) -> TypeGuard[list[int]]:
 
 
 def shown(value: object) -> str:
-    """A JSON value in an error message, cut short; no more of it is looked at than is shown."""
+    """A JSON value for an error message, shortened; only as much of it is serialised as is shown."""
     text = ""
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
         text += part
