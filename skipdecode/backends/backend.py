@@ -1,12 +1,12 @@
-"""What the decoder asks of whatever computes: one `Backend` per kind of device, here that of torch's own operators.
+"""The interface between the decoder and whatever computes: one `Backend` per kind of device, here with torch's
+operators.
 
-The decoder, its caches and its sampler hold a back end (`skipdecode.backends.device`) and never ask which one it is or
-what kernels it has: where it has nothing better than torch's operators it says None, and the work is done by parts.
-A back end knows weights, one layer, one column of attention and logits. Plans, schedules and rows are none of its
-business.
+Decoder, caches and sampler hold a back end (`skipdecode.backends.device`) and never ask which one it is. Where it has
+nothing better than torch's operators it returns None, and the caller does the work in parts. A back end knows weights,
+one layer, attention and logits; it knows nothing of plans, schedules and requests.
 
-B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of keys and values, S columns of memory, K
-head dim, V vocabulary.
+B rows, T columns, N tokens of all prompts, D width, H query heads, G KV heads, S columns of the cache, K head dim, V
+vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,42 +27,42 @@ Activation = Literal["none", "relu", "swiglu"]
 
 @dataclass(frozen=True, eq=False)
 class LayerShape:
-    """What a decoder layer is, beside its weights: how its heads share keys, what its norms and its feed-forward block
-    compute, and where its queries and keys turn."""
+    """What a decoder layer computes, beside its weights."""
 
     heads: int
-    """Of queries."""
+    """Query heads."""
     kv_heads: int
     """Divides `heads`; heads / kv_heads neighbours share keys and values, as with Hugging Face's `repeat_kv`."""
     head_dim: int
     """heads * head_dim is a multiple of 32, and need not be the width."""
     epsilon: float
-    """Of all norms."""
+    """The epsilon of all norms."""
     is_pre_norm: bool = True
-    """Norms before the sublayers, not behind their residuals."""
+    """Norms before the sublayers, not after their residuals."""
     norm: Literal["layer", "rms"] = "layer"
-    """`rms`: x / sqrt(mean(x^2) + epsilon) * weight, no bias."""
+    """`rms`: x / sqrt(mean(x^2) + epsilon) * weight, without a bias."""
     mlp: Literal["relu", "swiglu"] = "relu"
-    """`swiglu`: fc2(silu(gate) * other), where fc1 makes [gate; other]."""
+    """`swiglu`: fc2(silu(gate) * up), where fc1 makes [gate; up]."""
     rotary_table: Tensor | None = None
-    """[positions, r] float32: r / 2 cosines, then r / 2 sines. Number i < r / 2 of a query or key and number i + r / 2
-    are a point that its position turns (`rotate_half`); those from r on stay. Positions past the table are its last.
-    None: nothing turns."""
+    """[positions, r] float32: r / 2 cosines, then r / 2 sines. Elements i and i + r / 2 of a query or key (i < r / 2)
+    are rotated together (`rotate_half`); those from r on are not. Positions past the table use its last one. None: no
+    rotary embedding."""
 
 
 class PackedPrompts:
-    """Left-padded prompts [B, T] laid one behind the other, without the padding: [N, ...]."""
+    """Left-padded prompts [B, T] laid one behind the other without their padding, [N, ...]; or only their ends, where
+    the tokens before are in a cache already."""
 
     def __init__(self, positions: Tensor, columns: Tensor, before: Tensor | None = None) -> None:
-        """`positions` [B, T] int64: -1 a padding column (`Decoder.embed`). `columns` [B] int64: that of each prompt's
-        first token. `before` [B] int64: tokens of each prompt that come before these, and whose K and V are there."""
+        """`positions` [B, T] int64, -1 at padding (`Decoder.embed`). `columns` [B] int64: the cache column of each
+        prompt's first token given. `before` [B] int64: the prompt's tokens whose K and V are cached already."""
         self._is_real = positions >= 0
         lengths = self._is_real.sum(dim=1)
         ends = lengths if before is None else lengths + before
         assert bool((positions[:, -1] == ends - 1).all() & (lengths > 0).all()), "left-padded, and none of them empty"
         self.before, self.columns = before, columns
         self.last_columns = columns + ends - 1
-        """[B] int64: of each prompt's last token."""
+        """[B] int64: the column of each prompt's last token."""
         self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
         """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
         self.num_columns, self.num_tokens = int(self.last_columns.max()) + 1, int(self.starts[-1])  # S, N
@@ -75,59 +75,68 @@ class PackedPrompts:
         return x[self._is_real]
 
     def last(self, h: Tensor) -> Tensor:
-        """The last token of each prompt: [N, D] -> [B, 1, D]."""
+        """The states of each prompt's last token: [N, D] -> [B, 1, D]."""
         return h[self.starts[1:] - 1][:, None]
 
     def pointers(self) -> tuple[int, int, int, int | None]:
+        """Number of rows and addresses of starts, columns and `before`, as the compiled kernels take them."""
         before = None if self.before is None else self.before.data_ptr()
         return len(self), self.starts.data_ptr(), self.columns.data_ptr(), before
 
 
 class SharedPrefix(NamedTuple):
-    """Columns before a row's own, of which several rows read one copy: the head of their prompts."""
+    """Keys and values before a row's own, of which several rows read one copy: a prefix that their prompts share."""
 
     k: Tensor
     """[R, G, S, K], contiguous."""
     v: Tensor
     where: Tensor
-    """[B] int64: the row's first one, counted in columns of a group from the start of `k`: r G S + column."""
+    """[B] int64: where a row's prefix begins in `k`, as r G S + column, in units of K elements."""
     counts: Tensor
-    """[B] int64: how many; even."""
+    """[B] int64: the length of a row's prefix; even."""
 
 
 class KVRange(NamedTuple):
-    """Where one new column per row goes, and what it may attend to: as the arguments of `attend`. Where rows have
-    `slots`, k and v are those of all places, and rows of one place are several new columns of it."""
+    """The cache of one layer in a decode step, and per new token which column it writes and which it attends to.
+
+    Without `slots`, row b has one new token and the memory k[b], v[b]. With `slots`, the B "rows" are tokens, and those
+    of one slot are several new tokens of it, all of which are stored before any of them attends.
+    """
 
     k: Tensor
+    """[B, G, S, K] or, with slots, [R, G, S, K]."""
     v: Tensor
     first: Tensor
+    """[B] int64: the first column that it attends to."""
     last: Tensor
+    """[B] int64: the column that it writes, and the last one that it attends to."""
     slots: Tensor | None = None
+    """[B] int64: the row of k and v that a token belongs to."""
     shared: SharedPrefix | None = None
     query_index: Tensor | None = None
-    """[2, B] int64, where tokens of one slot lie side by side: the index of each among them, and how many they are. For
-    back ends that read the memory of a slot once for all its tokens."""
+    """[2, B] int64, where tokens of one slot lie side by side: the index of each among them, and how many there are.
+    For back ends that read the memory of a slot once for all its tokens."""
     max_queries: int = 1
+    """The most tokens that a slot has."""
 
 
 class GraphKVRange(NamedTuple):
-    """As `KVRange`, for a step that is captured once and replayed on batches of any length: the host knows addresses
-    alone, and reads no number. For back ends with `supports_graph_capture`."""
+    """As `KVRange`, for a step that is captured once and replayed on batches of any length: the host knows only
+    addresses and reads no number. For back ends with `supports_graph_capture`."""
 
     memory: Tensor
-    """[numbers], one behind the other; keys and values of all layers may lie in it."""
+    """[elements], in which keys and values of all layers may lie."""
     where: Tensor
-    """[4] int64 on the device: where in `memory` K begins, where V begins, and how many numbers lie from row to row and
-    from head to head of both, whose columns lie side by side. Multiples of 16."""
+    """[4] int64 on the device: where K begins in `memory`, where V begins, and the strides of a row and of a head, in
+    elements; columns of a head are contiguous. Multiples of 16."""
     first: Tensor
     """[B] int64: a row's first column."""
     last: Tensor
-    """[B] int64: the column that a row writes, the last one it sees; or one number, expanded."""
+    """[B] int64: the column that a row writes, the last one that it attends to; or one number, expanded."""
 
 
 class Product(Protocol):
-    """A linear layer for kernels that do more than its product (`Backend.fuse`)."""
+    """A linear layer as part of a fused kernel (`Backend.fuse`)."""
 
     @property
     def inputs(self) -> int: ...
@@ -138,45 +147,45 @@ class Product(Protocol):
 
 
 class PackedWeight(Protocol):
-    """A packed weight [out, in], to be called as `Linear` is: [..., in] -> [..., out]."""
+    """A weight [out, in] in the back end's layout. Called as `Linear` is: [..., in] -> [..., out]."""
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor: ...
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
-        """[B, in] -> `out` [B, out], whose memory is there, without a bias; gives it back."""
+        """Writes the product of x [B, in], without a bias, to `out` [B, out], and returns it."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """The output that is largest, without a bias, the lower of two that are equal: [B, in] -> [B] int64."""
+        """The index of the largest output, without a bias, the lower of two equal ones: [B, in] -> [B] int64."""
 
     def ordered(self, bias: Tensor) -> Tensor:
-        """A bias [out] in the order in which the weight's outputs are packed."""
+        """A bias [out], in the order in which the weight's outputs are packed."""
 
     def product(self, bias: Tensor | None) -> Product | None:
-        """For a kernel that does more than this product (`Backend.fuse`); None where there is no such kernel."""
+        """This weight and a bias for `Backend.fuse`; None where no fused kernel takes it."""
 
 
 class DecodeAttention(Protocol):
-    """Attention of one new column per row, which reads no column but a row's own."""
+    """Attention of one new token per row, which reads only the columns of its row."""
 
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: "KVRange | GraphKVRange") -> Tensor:
-        """q [B, H, 1, K], k and v [B, G, 1, K] to be stored first (None: stored already) -> as q."""
+        """q [B, H, 1, K], and k and v [B, G, 1, K], which are stored first (None: stored already) -> [B, H, 1, K]."""
 
 
 class FusedKVStore(Protocol):
-    """A norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
+    """Stores the keys and values of prompts for one or several layers, the norm included, in one call."""
 
     def __call__(self, h: Tensor, prompts: PackedPrompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """h [N, D] -> for each product that `memory` names k, v [B, G, S, K], filled up to the prompts' ends."""
+        """From h [N, D], fills k and v [B, G, S, K] of each layer in `memory` up to the prompts' ends."""
 
 
 class FusedLayer(Protocol):
-    """A decoder layer as one call; in place."""
+    """A decoder layer as one call that works in place."""
 
     @property
     def store(self) -> FusedKVStore | None:
-        """Its keys and values alone; None where it makes none (SwiftKV's queries)."""
+        """Stores only its keys and values; None for a layer that makes none (SwiftKV's upper layers)."""
 
     def read(
         self,
@@ -193,42 +202,41 @@ class FusedLayer(Protocol):
 
 
 class Backend:
-    """torch's operators, which serve on every device, and are the reference for all other back ends."""
+    """torch's operators, which run on every device and are the reference for all other back ends."""
 
     supports_multi_token_rows = False
-    """`prepare_step` and `decode_attention` take `KVRange` with `slots`: several new columns of a row."""
+    """`prepare_step` and `decode_attention` take `KVRange.slots`, that is, several new tokens of a row."""
     needs_query_index = False
-    """Of those, they want `KVRange.query_index`."""
+    """With slots they also need `KVRange.query_index`."""
     accepts_fewer_rows = False
-    """A step that is prepared for some rows serves fewer, too: the first ones of its columns."""
+    """A step prepared for some rows also runs fewer, the first ones of its KV range."""
     has_matrix_units = False
-    """Many columns cost a product little more than one (an order of magnitude is enough:
+    """Multiplying many tokens costs little more than one token (a rough answer is enough for
     `skipdecode.speculative.latency_model`)."""
     supports_graph_capture = False
-    """`prepare_step` and `decode_attention` take `GraphKVRange`: captured steps read their bounds on the device."""
+    """`prepare_step` and `decode_attention` take `GraphKVRange`, so that captured steps read their bounds on the
+    device."""
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
-        """What `dtype: auto` takes."""
+        """The type that `dtype: auto` stands for."""
         return "bfloat16"
 
     @property
     def why_slow(self) -> str | None:
-        """For people: why decoding is slower than it could be here; None: it is not."""
+        """Why decoding is slower than it could be here, for people; None if it is not."""
         return None
 
     def pack(
         self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
     ) -> PackedWeight | None:
-        """The weight [out, in] as this back end reads it; None where that is no gain. `is_gated`: for `swiglu`.
-
-        ValueError where there are no weights of that quantization (`check`).
-        """
+        """The weight [out, in] in this back end's layout, or None where that gains nothing. `is_gated`: for `swiglu`.
+        ValueError where the quantization is not supported (`check`)."""
         self.check(weight, quantization, is_gated=is_gated)
         return None
 
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
-        """ValueError where `pack` has no weight of that quantization in place of this one."""
+        """ValueError where `pack` cannot quantize this weight."""
         if quantization is not None:
             kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
             raise ValueError(f"quantization: {quantization} weights are for bfloat16 on CPUs, and this is {kind}")
@@ -242,10 +250,8 @@ class Backend:
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
     ) -> FusedLayer | None:
-        """A layer as one call: norms of attention and feed-forward, products qkv (or queries alone), out, fc1, fc2.
-
-        None: run it by parts.
-        """
+        """A layer as one call, from its two norms and the products qkv (or only queries), out, fc1 and fc2. None where
+        it has to run in parts."""
         return None
 
     def prepare_step(
@@ -256,10 +262,10 @@ class Backend:
         *,
         feeds: bool,
     ) -> Callable[[Tensor], Tensor]:
-        """A call for h [B, 1, D] through layers that this back end fused, one behind the other, in place: attention of
-        each over its `columns` (None: none attends), and its feed-forward block (where it `feeds`). It serves as long
-        as the columns' memory; numbers in there, which column is the last among them, may change."""
-        raise AssertionError("nothing is fused here")
+        """A call that takes h [B, 1, D] through fused layers in place: attention of each over its `columns` (None:
+        skipped) and its feed-forward block (if it `feeds`). It stays valid as long as the memory of `columns`, whose
+        contents, the last column for instance, may change between calls."""
+        raise AssertionError("this back end fuses no layers")
 
     def fuse_kv_store(
         self,
@@ -268,43 +274,40 @@ class Backend:
         products: Sequence[Product | None],
         k_norms: Sequence[nn.Module | None],
     ) -> FusedKVStore | None:
-        """Keys and values of several layers from one state as one call; None: by parts."""
+        """Stores keys and values of several layers from one state in one call; None where that has to run in parts."""
         return None
 
     def warm_up_batch_sizes(self, most: int) -> list[int]:
-        """Numbers of rows, up to `most`, that meet between them every kernel of a decode step: what is compiled when a
-        model loads, and not while rows wait. None where nothing is compiled."""
+        """Batch sizes up to `most` that together use every kernel of a decode step, so that these can be compiled when
+        a model loads. Empty where nothing is compiled."""
         return []
 
     def decode_attention(self, memory: Tensor) -> DecodeAttention | None:
-        """Attention over memory of this kind [B, G, S, K], on which fused layers run, too.
-
-        None: torch's reads it (`skipdecode.kv.view.attention`), all columns that any row sees behind a mask. Also where
-        a gradient is wanted.
-        """
+        """Decode attention over a cache like `memory` [B, G, S, K], on which fused layers run, too. None where torch's
+        masked attention has to do it (`skipdecode.kv.view.attention`), as it has whenever a gradient is needed."""
         return None
 
-    # --- how prompts are fed; `layers` [L]: what `fuse` gave for each
+    # --- prefill; `layers` [L]: what `fuse` returned for each layer
 
     def prompt_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
-        """Tokens of prompts that go through `layers` on `device` at once. On a CPU few enough that their states are
-        small beside the cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for
-        OPT-125m's width). On a GPU thousands keep it busy, and their states come out of what caches leave."""
+        """How many prompt tokens go through `layers` at once. On a CPU few enough that their states are small beside
+        the cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's
+        width). A GPU needs thousands to be busy; their states take what the cache leaves of its memory."""
         return 1 << 16 if device.type == "cuda" else 2048
 
     def supports_packed_prompts(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
-        """Whether prompts go through `layers` without their padding, into memory of this kind [B, G, S, K]. Else with
-        it, and masked columns are read: their numbers must be finite."""
+        """Whether prompts go through `layers` without padding, into a cache like `memory` [B, G, S, K]. With padding,
+        masked columns are read too, so what they hold must be finite."""
         return False
 
     def supports_shared_prefix(self, layers: Sequence[FusedLayer | None]) -> bool:
-        """Whether attention of `layers` reads columns that several rows share where they lie (`SharedPrefix`), for
-        prompts that it `supports_packed_prompts` and for steps. Else every row needs a copy."""
+        """Whether attention of `layers` can read one copy of a `SharedPrefix` for several rows, in packed prompts and
+        in decode steps. Otherwise every row needs a copy."""
         return False
 
     def is_batch_invariant(self, layers: Sequence[FusedLayer | None]) -> bool:
-        """Whether `layers` make the same of a token, bit by bit, whatever is fed beside it: other rows, or more columns
-        of its own. What torch brings chooses its sums by the shape."""
+        """Whether the outputs of `layers` for a token are the same, bit by bit, whatever else is in the batch. torch's
+        products are not: the order of their sums depends on the shape."""
         return False
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -325,36 +328,38 @@ class Backend:
         return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform, cuts=cuts)
 
     def allocate_cache(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
-        """[count] numbers for keys and values: zeros where masked ones are read, for these must be finite.
+        """[count] elements for keys and values; zeros where masked ones are read, since these must be finite.
         `is_filled`: nearly all of them will be written."""
         return torch.zeros(count, dtype=dtype, device=device)
 
     def allocate_buffers(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
-        """Memory whose numbers are written before they are read, nearly all of them."""
+        """Uninitialised tensors, nearly all of whose elements will be written."""
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     @property
     def reusable_bytes(self) -> int:
-        """Memory held for the next `allocate_buffers`: free for it, and for nobody else."""
+        """Bytes that are kept for the next `allocate_buffers`, and are not available to anything else."""
         return 0
 
     # --- for `skipdecode.cost.roofline`
 
     def library_matmuls(self, weight: Tensor) -> list[Callable[[Tensor], Tensor]]:
-        """x [R, in] -> x W^T [R, out] by the libraries that torch brings, in every way they have; no kernel of ours."""
+        """Functions x [R, in] -> x W^T [R, out], one for each library of torch that can multiply; none uses our
+        kernels."""
         return [lambda x: x @ weight.T]
 
     # --- for `actors.measuring.profile`
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
-        """Calls of its own that are a stage of a decode step: owner, name, stage."""
+        """(owner, attribute, stage) of each function that is a stage of a decode step, for the profiler to wrap."""
         return []
 
     @contextmanager
     def timed_layers(self) -> Iterator[dict[str, float]]:
-        """Seconds by stage within fused layers that ran in the block; filled at its end."""
+        """Yields a dict that holds, when the block has ended, the seconds by stage within fused layers that ran in
+        it."""
         yield {}
 
 

@@ -16,7 +16,7 @@ from skipdecode.backends.build import BuildError, has_slow_bfloat16, load
 
 Name = Literal["amx", "avx512", "avx2", "torch", "triton"]
 NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
-"""The fastest first, without `triton`, which is for CUDA devices (`cuda_choice`)."""
+"""The fastest first, without `triton`, which is for CUDA devices (`device`)."""
 VARIABLE = "SKIPDECODE_KERNELS"
 """Names a back end that must be used. `off` and `0` mean `torch`; empty or `auto` means the automatic choice."""
 

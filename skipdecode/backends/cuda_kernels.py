@@ -1,7 +1,7 @@
 """What the kernels between the products of a layer compute on a CUDA device, and those that choose tokens: `Kernels`.
 
 Two sets serve: Triton's (`triton_launch`), and torch's operators (`cuda_reference`), which are their reference. Who
-calls them is `cuda`; which of the two a process takes, `cuda_choice` decides.
+calls them is `cuda`; which of the two a process takes, `device` decides.
 
 B rows, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width, V vocabulary.
 """

@@ -1,25 +1,99 @@
-"""Which back end computes on a device. The only place that maps one to the other: a new back end is a line here."""
+"""The back end of a device: compiled kernels on CPUs, Triton's kernels on CUDA devices, else torch's operators.
+
+Triton needs a C compiler, a driver that fits and a device that it compiles for, so every CUDA kernel is run once and
+compared with torch before it is chosen (`kernel_self_test`). CPUs are examined in `choice`.
+"""
+
+import os
+from functools import cache
+from typing import Literal
 
 import torch
 
 from skipdecode.backends.backend import TORCH, Backend
-from skipdecode.backends.choice import Choice, choose
+from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose
 from skipdecode.backends.cpu_backend import CPU
-from skipdecode.backends.cuda_choice import choose_cuda, cuda_backend
+from skipdecode.backends.cuda_backend import CudaBackend
+from skipdecode.backends.kernel_self_test import self_test
 
-# On Hopper torch prefers cuDNN for attention behind a mask. Its plans are kept by batch, columns and strides, and one
-# takes 20 to 40 ms to build, so that nearly every step would pay; with a mask its backward pass gives NaN at times.
-# Here, since whatever decodes or trains comes by: the flag needs no device.
+# On Hopper torch prefers cuDNN for attention with a mask. It caches plans by batch size, columns and strides, and each
+# takes 20 to 40 ms to build, so nearly every step would pay; with a mask its backward pass sometimes gives NaN. It is
+# switched off here because everything that decodes or trains imports this module; the flag needs no device.
 torch.backends.cuda.enable_cudnn_sdp(False)
+
+MIN_CAPABILITY = (8, 0)
+"""Ampere and later, which multiply bfloat16 (A100, L4); nothing older is tested."""
 
 
 def backend_on(device: torch.device) -> Backend:
-    """That of CPUs, that of CUDA devices, or torch's operators."""
+    """The back end that computes on a device. A new kind of device is a line here."""
     if device.type == "cuda":
         return cuda_backend()
     return CPU if device.type == "cpu" else TORCH
 
 
 def choice_on(device: torch.device) -> Choice:
-    """Whose kernels decode on a device, for people; BackendError where the user forces what cannot run."""
+    """Which kernels decode on a device, and why. BackendError if the user forces some that cannot run."""
     return choose_cuda() if device.type == "cuda" else choose()
+
+
+@cache
+def choose_cuda() -> Choice:
+    """The kernels that CUDA devices of this process use, and why. Compiles and tests all of them on the first call.
+
+    `SKIPDECODE_KERNELS` set to `torch` (`off`, `0`) takes torch's operators. BackendError if it is `triton` and the
+    kernels do not run. Names of CPU back ends have no effect here.
+    """
+    wanted = os.environ.get(VARIABLE, "").strip().lower()
+    name: Literal["triton", "torch"] = "torch"
+    if wanted in ("torch", "off", "0"):
+        reason = f"{_device_name()}; forced by {VARIABLE}"
+    elif (problem := _triton_problem()) is None:
+        name, reason = "triton", f"{_device_name()}, Triton {_triton_version()}"
+    elif wanted == "triton":
+        raise BackendError(f"{VARIABLE}: triton cannot run here: {problem}; torch can")
+    else:
+        reason = f"{_device_name()}; {problem}"
+    return Choice(name, reason, "bfloat16", no_int8="quantized weights are for CPUs")
+
+
+@cache
+def cuda_backend() -> Backend:
+    """The back end of CUDA devices that `choose_cuda` has chosen."""
+    if choose_cuda().name == "torch":
+        return TORCH
+    from skipdecode.backends.triton_kernels import TritonKernels
+
+    return CudaBackend(TritonKernels())
+
+
+def _device_name() -> str:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
+
+
+def _triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def _triton_problem() -> str | None:
+    """Why Triton's kernels cannot be used on this process's device; None if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA devices"
+    if (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
+    try:
+        from skipdecode.backends.triton_kernels import TritonKernels
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); CUDA builds of torch bring it"
+    try:
+        with torch.inference_mode():
+            return self_test(TritonKernels(), torch.device("cuda"))
+    except Exception as error:  # the device itself
+        return f"the first kernels failed ({type(error).__name__}: {error})".splitlines()[0][:300]

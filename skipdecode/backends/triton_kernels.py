@@ -11,9 +11,8 @@ from torch import Tensor
 
 from skipdecode.backends.backend import GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.triton_attention import attend_kernel
+from skipdecode.backends.triton_attention import attend_kernel, attend_several_kernel, store_kernel
 from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
-from skipdecode.backends.triton_places import attend_places_kernel, store_kernel
 from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
@@ -63,7 +62,7 @@ class TritonKernels:
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
         if isinstance(columns, KVRange) and columns.max_queries > 1:
-            return self._attend_places(heads, q, k, v, columns)
+            return self._attend_several(heads, q, k, v, columns)
         B, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
         has_new, splits, group, table = k is not None, splits_for(B, G), H // G, heads.rotary_table
         slots = columns.slots if isinstance(columns, KVRange) else None
@@ -88,7 +87,7 @@ class TritonKernels:
         )  # fmt: skip
         return out
 
-    def _attend_places(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange) -> Tensor:
+    def _attend_several(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange) -> Tensor:
         N, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
         group, table, splits = H // G, heads.rotary_table, splits_for(N, G)
         assert columns.slots is not None
@@ -114,7 +113,7 @@ class TritonKernels:
         together = max(1, min(_power(columns.max_queries), TOGETHER // group))
         out = q.new_empty(N, H * K)
         launch(
-            attend_places_kernel,
+            attend_several_kernel,
             (G, N, splits),
             ready, *columns.query_index, keys, values, columns.slots, columns.first, columns.last, out,
             *self._parts(q, G, splits, together * group, K),

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from skipdecode.backends import cuda_choice
+from skipdecode.backends import device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ if importlib.util.find_spec("triton") is not None:
 
 def test_the_kernels_are_chosen() -> None:
     """On any device that is new enough: else the tests below say nothing of what decodes."""
-    assert cuda_choice.choose_cuda().name == "triton", cuda_choice.choose_cuda()
+    assert device.choose_cuda().name == "triton", device.choose_cuda()
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("decoder", "lossless"))])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import skipdecode.model.sampler  # noqa: F401 - among the modules that ask for a back end
-from skipdecode.backends import choice, cuda_choice, device
+from skipdecode.backends import choice, device
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.choice import BackendError, choose
-from skipdecode.backends.cuda_choice import choose_cuda, cuda_backend
+from skipdecode.backends.device import choose_cuda, cuda_backend
 from skipdecode.backends.kernel_self_test import self_test
 from skipdecode.backends.torch_kernels import TorchKernels
 
@@ -115,7 +115,7 @@ def test_the_reference_of_the_kernels_asks_for_no_back_end(monkeypatch: pytest.M
 def test_a_kernel_that_does_not_compile_is_named(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("skipdecode.backends.triton_kernels.TritonKernels", Refused)
-    monkeypatch.setattr(cuda_choice, "self_test", lambda kernels, _device: self_test(kernels, torch.device("cpu")))
+    monkeypatch.setattr(device, "self_test", lambda kernels, _device: self_test(kernels, torch.device("cpu")))
     assert str(choose_cuda()) == (
         "torch (NVIDIA H100, sm_90; the kernel of gates failed (RuntimeError: PassManager::run failed)"
     )
@@ -128,8 +128,8 @@ def test_old_devices(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_of_cpu_back_ends_say_nothing_here(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_choice, "_problem", lambda: None)
-    monkeypatch.setattr(cuda_choice, "_version", lambda: "3.7.1")
+    monkeypatch.setattr(device, "_triton_problem", lambda: None)
+    monkeypatch.setattr(device, "_triton_version", lambda: "3.7.1")
     monkeypatch.setenv(choice.VARIABLE, "avx2")
     chosen = device.choice_on(torch.device("cuda"))
     assert str(chosen) == "triton (NVIDIA H100, sm_90, Triton 3.7.1)"
