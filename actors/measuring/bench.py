@@ -1,4 +1,4 @@
-"""Timing the decoder, or a training step: schedules side by side on the same rows, interleaved. No Ray, no files."""
+"""Times the decoder or a training step under several schedules, on the same rows and interleaved. No Ray, no files."""
 
 import json
 import random
@@ -56,20 +56,23 @@ def random_model(config: DecoderConfig, *, device: str, dtype: torch.dtype, seed
 
 
 def largest_batch(model: Decoder, prompt_tokens: int, new_tokens: int) -> int:
-    """Rows whose K/V at full depth and logits take 0.8 of a host's free memory, or whose K/V take a GPU's share."""
+    """The rows whose keys and values at full depth, with the logits, take 0.8 of a host's free memory.
+
+    On a GPU, the rows whose keys and values take its memory share.
+    """
     full = FullDepth(model.config.num_hidden_layers)
     shape = {"prompt_columns": prompt_tokens, "num_new": new_tokens, "itemsize": model.dtype.itemsize}
-    logits = 8 * model.config.vocab_size  # of the step, of the choice, and room for a float32 copy
+    logits = 8 * model.config.vocab_size  # bytes: the logits, those of sampling, and a float32 copy
     if model.device.type == "cuda":
-        room = DeviceMemory.of(model.device).for_caches(MEMORY_SHARE)
+        cache_bytes = DeviceMemory.of(model.device).for_caches(MEMORY_SHARE)
         per_row = cache_bytes_per_row(model.config, full, **shape) + row_rounding(model.config, model.dtype.itemsize)
-        return max(1, rows_within(room, per_row, has_graphs=True))
+        return max(1, rows_within(cache_bytes, per_row, has_graphs=True))
     rows = int(0.8 * free_bytes(model.device) / (cache_bytes_per_row(model.config, full, **shape) + logits))
     return max(1, rows - rows % 8)
 
 
 def make_graphs(model: Decoder, *, max_rows: int) -> CudaGraphs | None:
-    """For a model on a GPU; captured as steps come."""
+    """The graphs of a model on a GPU, captured at the first steps; None elsewhere."""
     if not graphs_serve(model):
         return None
     return CudaGraphs(model, DeviceMemory.of(model.device).for_caches(MEMORY_SHARE), max_rows=max_rows)
@@ -95,17 +98,18 @@ def _requests(config: DecoderConfig, case: BenchCase) -> list[Request]:
 
 
 def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]], repeats: int) -> list[dict[str, Any]]:
-    """One row per schedule, full depth first: medians over `repeats`, ratios taken within each repeat.
+    """One row per schedule, full depth first: medians over `repeats`, with ratios taken within each repeat.
 
-    A fraction of the roofline takes ceilings of right before the run: on a shared machine they change from minute to
-    minute. Predicted speedups take the medians of these. A GPU's are measured once, at the end: they need memory.
+    The fraction of the roofline uses ceilings measured right before each run, since those of a shared machine change
+    from minute to minute; predicted speedups use their medians. On a GPU they are measured once, at the end, since that
+    takes memory.
     """
     config = model.config
     named = _named_schedules(config, case, schedules)
     requests, graphs = _requests(config, case), make_graphs(model, max_rows=case.batch_size)
     for _, schedule in named:
         generate(model, requests, schedule, graphs=graphs)  # warm up, capture
-    runs, ceilings = _run_in_turns(model, requests, named, graphs, repeats)
+    runs, ceilings = _run_interleaved(model, requests, named, graphs, repeats)
     measured = zip(*(astuple(one) for own in ceilings.values() for one in own), strict=True)
     typical = Ceilings(*map(median, measured))
     rows, predictions = [], {}
@@ -151,14 +155,14 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
     return rows
 
 
-def _run_in_turns(
+def _run_interleaved(
     model: Decoder,
     requests: list[Request],
     named: list[tuple[str, Schedule]],
     graphs: CudaGraphs | None,
     repeats: int,
 ) -> tuple[dict[str, list[Any]], dict[str, list[Ceilings]]]:
-    """What each schedule's runs counted, and the ceilings of each run."""
+    """The statistics and the ceilings of each run, by schedule."""
     runs: dict[str, list[Any]] = {name: [] for name, _ in named}
     ceilings: dict[str, list[Ceilings]] = {name: [] for name, _ in named}
     measure = partial(measure_ceilings, str(model.device), dtype_name(model.dtype))
@@ -175,9 +179,10 @@ def _run_in_turns(
 def bench_training(
     model: Decoder, case: BenchCase, schedules: list[dict[str, Any]], repeats: int, precision: str
 ) -> list[dict[str, Any]]:
-    """One row per schedule, full depth first: optimiser steps on the same pairs, ratios taken within each repeat.
+    """One row per schedule, full depth first: optimiser steps on the same pairs, with ratios taken within each repeat.
 
-    `speedup_bound`: by FLOPs (`skipdecode.cost.roofline.training_flops`); head, optimiser and prompts do not shrink.
+    `speedup_bound` is the ratio of FLOPs (`skipdecode.cost.roofline.training_flops`): head, optimiser and prompts cost
+    the same under every schedule.
     """
     config = model.config
     named = _named_schedules(config, case, schedules)
@@ -198,7 +203,7 @@ def bench_training(
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(value)
         optimizer.step()
-        value.item()  # the device has done it all
+        value.item()  # waits for the device
         return time.perf_counter() - start
 
     for _, schedule in named:
@@ -239,7 +244,7 @@ def _named_schedules(
 
 
 def _words(decode: dict[str, Any]) -> Iterator[str]:
-    """A `decode:` mapping in short: its values, and those of `ffn_skip` with their keys."""
+    """A short form of a `decode:` mapping: its values, and those of `ffn_skip` with their keys."""
     for key, value in decode.items():
         if key == "ffn_skip" and value is not None:
             yield from ("ffn_skip", *(f"{k}={v}".replace(" ", "") for k, v in value.items()))

@@ -1,7 +1,7 @@
-"""Where the time of a decode step goes: the stages of a model, timed one by one while it decodes as always.
+"""Where the time of a decode step goes: times every stage of a model while it decodes.
 
-Module hooks and wrapped calls, put on for one run and taken off again, so that the decoder itself knows nothing of it.
-On CUDA every stage waits for the device, which makes steps longer: read the shares, not the sum.
+Calls are wrapped for one run, so that the decoder itself has no code for it. On CUDA every stage waits for the device,
+which makes steps longer: read the shares, not the sum.
 """
 
 import time
@@ -25,7 +25,7 @@ REST = "rest (host, views, adds)"
 
 
 def profile_step(model: Decoder, requests: list[Request], schedule: Schedule) -> list[dict[str, Any]]:
-    """One row per stage of an average decode step, the longest first: `stage`, `ms_per_step`, `share`."""
+    """One row per stage of an average decode step, longest first: `stage`, `ms_per_step`, `share`."""
     cohort = StaticBatch(model, requests, schedule, compact_at=0.0)
     cohort.prefill()
     with _timed(model) as seconds:
@@ -42,9 +42,9 @@ def profile_step(model: Decoder, requests: list[Request], schedule: Schedule) ->
 
 @contextmanager
 def _timed(model: Decoder) -> Iterator[dict[str, float]]:
-    """Seconds by stage of all that `model` does in the block; a stage inside another counts once, inside."""
+    """Seconds by stage while the block runs; a stage within another counts only for the inner one."""
     seconds: dict[str, float] = {}
-    inside: list[float] = []  # of the stages that are open: the time of stages within them
+    inside: list[float] = []  # for each open stage, the time of stages within it
 
     def timed(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **keys: Any) -> Any:
@@ -63,24 +63,24 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
         return run
 
     backend = backend_on(model.device)
-    places: list[tuple[Any, str, str]] = [
+    targets: list[tuple[Any, str, str]] = [
         (model, "embed", "embedding"),
         (model, "head", "head"),
-        (model, "argmax", "head"),  # and the choice of tokens
-        (Sampler, "__call__", "choice of tokens"),
+        (model, "argmax", "head"),  # includes sampling
+        (Sampler, "__call__", "sampling"),
         *backend.timed_calls(),
         (KVCache, "append", "cache write"),
         *((module, "attention", "attention") for module in (skipdecode.kv.static_cache, skipdecode.kv.slot_cache)),
     ]
     for block in model.layers:
-        places += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]
-        places += [(block.qkv, "forward", "query, key, value"), (block.out_proj, "forward", "attention output")]
-        places += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
+        targets += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]
+        targets += [(block.qkv, "forward", "query, key, value"), (block.out_proj, "forward", "attention output")]
+        targets += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
     if model.swift is not None:
-        places += model.swift.timed_calls()
-    had = [vars(owner).get(name) for owner, name, _ in places]  # None: it comes from the class
+        targets += model.swift.timed_calls()
+    had = [vars(owner).get(name) for owner, name, _ in targets]  # None: inherited from the class
     try:
-        for owner, name, stage in places:
+        for owner, name, stage in targets:
             setattr(owner, name, timed(stage, getattr(owner, name)))
         with backend.timed_layers() as in_layers:
             yield seconds
@@ -88,7 +88,7 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
             if took:
                 seconds[stage] = seconds.get(stage, 0.0) + took
     finally:
-        for (owner, name, _), before in zip(places, had, strict=True):
+        for (owner, name, _), before in zip(targets, had, strict=True):
             delattr(owner, name) if before is None else setattr(owner, name, before)
 
 

@@ -97,12 +97,12 @@ class EngineThread:
         if self._error is not None:
             raise EngineDead(self._error)
 
-    def retry_after_s(self, num_places: int = 1) -> int:
+    def retry_after_s(self, num_requests: int = 1) -> int:
         """Seconds until so many more may have left the queue, by the recent rate of answers; at least 1."""
         with self._wake:
             since = time.monotonic() - RATE_WINDOW_S
             recent = sum(count for second, count in self._ended if second > since)
-        wait_s = num_places * RATE_WINDOW_S / recent if recent else 1.0
+        wait_s = num_requests * RATE_WINDOW_S / recent if recent else 1.0
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(wait_s)))
 
     def stop(self) -> None:

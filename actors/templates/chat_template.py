@@ -1,12 +1,9 @@
-"""A conversation to a prompt: the chat template of a checkpoint, as `tokenizer.apply_chat_template` of transformers.
+"""Renders conversations to prompts by a chat template, as `tokenizer.apply_chat_template` of transformers does.
 
-The text that it makes has its special tokens already: `Tokenizer.encode_rendered` adds none. Two things are done
-before, so that a template made for plain text does not meet what it does not know. Content in parts becomes one text,
-its parts on lines of their own (one part again, for a template that knows nothing else). The role `developer` is
-`system` to a template that does not speak of it. Left out: where a checkpoint has its template
-(`actors.templates.chat_template_files`), tools, documents, images, and a request's own template. No Ray, and few
-imports: every
-task that reads rows has them.
+The rendered text has its special tokens already, so `Tokenizer.encode_rendered` adds none. Two things make older
+templates work: content in parts is joined to one text (or made one part, for a template that reads only parts), and the
+role `developer` becomes `system` for a template that does not mention it. Tools, documents and images are not
+supported. Imports are few, since every task that reads rows has them.
 """
 
 import re
@@ -18,15 +15,15 @@ from actors.templates.sandbox import Template, TemplateError
 
 ROLES = ("system", "developer", "user", "assistant")
 PASSED_ON = ("role", "content", "name")
-PROBE = "qzx7"  # no template has it
-DEVELOPER = re.compile(r"""(["'])developer\1""")  # as a constant of a template
+PROBE = "qzx7"  # a text that no template contains
+DEVELOPER = re.compile(r"""(["'])developer\1""")  # as a constant in a template
 
 Message = dict[str, str]
-"""`role`, `content`, and `name` where it has one."""
+"""With the keys `role` and `content`, and optionally `name`."""
 
 
 class MessagesError(ValueError):
-    """`field` is what is at fault, such as `messages[2].role`; `reason` says what is wrong with it."""
+    """`field` is the part at fault, such as `messages[2].role`, and `reason` what is wrong with it."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field} {reason}")
@@ -38,16 +35,16 @@ class MessagesError(ValueError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Picklable; `load_chat_template` makes it."""
+    """The chat template of a checkpoint, from `load_chat_template`. Picklable."""
 
     template: Template
     special_tokens: Mapping[str, str]
-    """What the template reads as `bos_token`, `eos_token` and so on."""
+    """`bos_token`, `eos_token` and so on, for the template to read."""
     takes_parts: bool = False
-    """Whether it reads content as a list of parts alone, and leaves out what is a text (`knowing_parts`)."""
+    """True if it reads content only as a list of parts, and drops a text."""
 
-    def knowing_parts(self) -> "ChatTemplate":
-        """The same, with `takes_parts` found by two renderings."""
+    def with_parts_detected(self) -> "ChatTemplate":
+        """The same template, with `takes_parts` found by rendering it twice."""
         asked, now = [{"role": "user", "content": PROBE}], datetime.now(UTC)
         text, parts = (replace(self, takes_parts=takes).render_rows([asked], now=now)[0] for takes in (False, True))
         loses_text = isinstance(text, str) and PROBE not in text
@@ -58,7 +55,7 @@ class ChatTemplate:
         return self.template.source
 
     def render(self, messages: Sequence[Message], *, now: datetime) -> str:
-        """The prompt that asks for the assistant's next words. `messages`: of `check_messages`. TemplateError."""
+        """The prompt for the assistant's next message. `messages` come from `check_messages`. Raises TemplateError."""
         return self.template.render(self._values(messages), now=now)
 
     def render_rows(self, chats: Sequence[Sequence[Message]], *, now: datetime) -> list[str | TemplateError]:
@@ -76,7 +73,7 @@ class ChatTemplate:
 
 
 def check_messages(value: object) -> list[Message]:
-    """What a column or a request has as messages: checked, without what is null, each content one text; MessagesError.
+    """The messages of a row or a request, without nulls and with each content as one text. Raises MessagesError.
 
     A message is a mapping with `role` (one of ROLES) and `content` (a text, or a list of `{type: text, text: ...}`),
     and may have a `name`.

@@ -1,6 +1,6 @@
-"""The chat template of a checkpoint, found where transformers finds it, with the special tokens that transformers gives
-it: those of the tokenizer's class among them. Left out: what is done with it (`actors.templates.chat_template`). No
-Ray.
+"""Loads the chat template of a checkpoint from where transformers loads it, with the same special tokens.
+
+These include the defaults of the tokenizer's class.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from skipdecode.config.json_files import read_mapping
 from skipdecode.families import FAMILIES
 
 TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-DEFAULT = "default"  # the name of the template that is meant where there are several
+DEFAULT = "default"  # the name of the one to use if there are several
 GGUF_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END = "<|endoftext|>"
 CLASS_TOKENS: dict[str, Mapping[str, str]] = {
@@ -25,11 +25,11 @@ CLASS_TOKENS: dict[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
     "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
 }
-"""What transformers takes for granted of a tokenizer's class, where the files do not say."""
+"""The special tokens of a tokenizer's class in transformers, if the files do not name them."""
 
 
 def load_chat_template(source: str | Path, model_type: str, file: str | Path | None = None) -> ChatTemplate | None:
-    """That of the checkpoint, or of `file` with the special tokens of the checkpoint; None where it has none.
+    """The template of a checkpoint, or of `file` with the checkpoint's special tokens; None if there is none.
 
     `source` is the folder, hub id or GGUF file of the tokenizer. ValueError names the file and what is wrong with it.
     """
@@ -51,11 +51,11 @@ def load_chat_template(source: str | Path, model_type: str, file: str | Path | N
     if "messages" not in template.names:
         raise ValueError(f"{where} cannot be used: it does not read `messages`")
     tokens = _special_tokens(folder, model_type) if metadata is None else _gguf_tokens(metadata)
-    return ChatTemplate(template, tokens).knowing_parts()
+    return ChatTemplate(template, tokens).with_parts_detected()
 
 
 def _of_folder(folder: Path) -> dict[str, str]:
-    """Name -> template. Files of their own come before tokenizer_config.json."""
+    """Templates by name. Separate files take precedence over tokenizer_config.json."""
     files = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     found = {path.stem: _read(path) for path in files}
     if (folder / TEMPLATE_FILE).is_file():
@@ -74,7 +74,7 @@ def _of_folder(folder: Path) -> dict[str, str]:
 
 
 def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> template (gguf.Keys.Tokenizer: chat_template, and chat_template.NAME)."""
+    """Templates by name (gguf.Keys.Tokenizer: chat_template, and chat_template.NAME)."""
     start = "tokenizer.chat_template"
     found = {key.removeprefix(start): text for key, text in metadata.items() if key.startswith(start)}
     texts = {name: text for name, text in found.items() if isinstance(text, str) and (not name or name[0] == ".")}
@@ -89,7 +89,7 @@ def _read(path: Path) -> str:
 
 
 def _special_tokens(folder: Path, model_type: str) -> dict[str, str]:
-    """`special_tokens_map` of the tokenizer that transformers makes of the folder."""
+    """The `special_tokens_map` of the tokenizer that transformers would build from the folder."""
     settings = read_mapping(folder / "tokenizer_config.json")
     kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class")
     rules = FAMILIES[model_type].tokenizer

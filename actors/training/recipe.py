@@ -1,7 +1,4 @@
-"""The recipe of a training, and what follows from it alone: steps, learning rates, what its schedules are called.
-
-No model and no data: what is trained on what, and where it goes, `trainer.train` is told beside it.
-"""
+"""The hyperparameters of a training run, and what follows from them: steps, learning rates, names of schedules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ class TrainConfig:
     schedules: tuple[dict[str, Any], ...]
     """`decode:` mappings, with `prefill` beside their keys."""
     draw: Literal["one", "all"]
-    """How many of them a step takes: one by chance, or all, with the mean of their losses."""
+    """A step trains one schedule, drawn at random, or all of them with the mean of their losses."""
     horizon: int
     """Decode steps over which the depth falls in training."""
     epochs: float
@@ -24,33 +21,33 @@ class TrainConfig:
     accumulate: int
     """Micro-batches that a worker's share of a step is cut into."""
     learning_rate: float
-    """The peak, after `warmup_steps`; from there it falls linearly to `final_learning_rate`."""
+    """The peak, reached after `warmup_steps`; it then falls linearly to `final_learning_rate`."""
     final_learning_rate: float
     warmup_steps: int
     betas: tuple[float, float]
-    """Of AdamW."""
+    """The betas of AdamW."""
     weight_decay: float
     max_grad_norm: float
     distill: float
     """Share of the loss that compares with a teacher instead of the data (`ResponseLoss`)."""
     temperature: float
-    """Of the distributions that are compared."""
+    """The temperature of the compared distributions."""
     hidden: float
-    """Weight of the squared difference of the last states, beside them."""
+    """Weight of the squared difference between the final hidden states."""
     trainable: Trainable
     fit_pairs: int
-    """Pairs over which SwiftKV's keys and values are fitted before the first step; 0: they begin as copies."""
+    """Pairs that SwiftKV's projections are fitted on before the first step; 0: they start as copies."""
     precision: Literal["float32", "bfloat16"]
     """bfloat16: autocast; weights and optimiser stay float32."""
     recompute: bool
     """Activation checkpointing: recompute each layer in the backward pass."""
     parallel: Literal["ddp", "fsdp"]
     log_every: int
-    """Steps, as the next three."""
+    """In steps, as are the next two."""
     validate_every: int
     checkpoint_every: int
     validation_rows: int
-    """How many validation pairs are looked at each time, drawn once."""
+    """Validation pairs per evaluation, drawn once."""
     seed: int
 
 
@@ -60,7 +57,7 @@ def num_steps(num_pairs: int, config: TrainConfig) -> int:
 
 
 def learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    """Of the update after `step` others, of `total`."""
+    """The learning rate of update number `step`, counted from 0, of `total`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     left = (total - step) / max(total - config.warmup_steps, 1)
@@ -68,7 +65,7 @@ def learning_rate(step: int, total: int, config: TrainConfig) -> float:
 
 
 def schedule_names(schedules: Sequence[dict[str, Any]]) -> list[str]:
-    """What logs and plots call each: its values, `skipdecode 5 3`; with their keys where two would read alike."""
+    """Names for logs and plots: the values (`skipdecode 5 3`), with their keys where two names would be equal."""
     names = [" ".join(str(value) for value in decode.values()) for decode in schedules]
     long = [" ".join(f"{key} {value}" for key, value in decode.items()) for decode in schedules]
     return [name if names.count(name) == 1 else whole for name, whole in zip(names, long, strict=True)]

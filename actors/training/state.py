@@ -1,6 +1,6 @@
-"""What a training keeps: its checkpoints, and the weights in them, whole on rank 0 whatever the workers hold.
+"""Training checkpoints, and the weights in them: complete on rank 0, however the workers are sharded.
 
-Tensors and dictionaries; where the files lie is `pipeline.training.folder`.
+Where the files are written is `pipeline.training.folder`.
 """
 
 import zipfile
@@ -27,24 +27,24 @@ Weights = dict[str, torch.Tensor]
 
 
 def save_state(state: dict[str, Any], path: str | Path) -> None:
-    """Writes what `Hooks.checkpoint` was given."""
+    """Writes a state that `Hooks.checkpoint` was given."""
     torch.save(state, path)
 
 
 def load_state(path: str | Path) -> dict[str, Any]:
-    """ValueError when the file is not whole; what else may go wrong with reading says nothing against the file.
+    """Reads a checkpoint; raises ValueError if the file is incomplete. Other errors do not mean that it is damaged.
 
-    Mapped into memory: the workers of a node share its pages.
+    The file is mapped into memory, so that the workers of a node share its pages.
     """
     with Path(path).open("rb") as file:
-        if not zipfile.is_zipfile(file):  # its directory is at the end
+        if not zipfile.is_zipfile(file):  # whose directory is at the end of the file
             raise ValueError(f"{path}: not a whole checkpoint")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state
 
 
 def model_of(weights: Weights, config: DecoderConfig) -> Decoder:
-    """The weights that `Hooks.keep_best` was given, as a model on the CPU."""
+    """A model on the CPU with the weights that `Hooks.keep_best` was given."""
     with torch.device("meta"):
         model = Decoder(config)
     model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()}, assign=True)
@@ -52,7 +52,7 @@ def model_of(weights: Weights, config: DecoderConfig) -> Decoder:
 
 
 def full_state(get: Callable[..., Any], loss: ResponseLoss, *of: Any) -> dict[str, Any]:
-    """A whole state dict on the CPU of rank 0; a collective call under FSDP. Of a model with an adapter that alone."""
+    """The complete state dict on the CPU of rank 0 (a collective call under FSDP); with LoRA, only the adapter's."""
     only = bool(lora_modules(loss))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only)
     state: dict[str, Any] = get(loss, *of, options=options)
@@ -72,7 +72,7 @@ def restore_state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: d
     set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True, strict=is_whole))
     options = StateDictOptions(full_state_dict=True, strict=False)
     set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=options)
-    # weights that no step had used yet have no state, and must not be given one that counts a step
+    # weights that no step has used yet have no optimizer state, and must not get one that counts steps
     for name, parameter in loss.named_parameters():
         if name not in state["optimizer"]["state"]:
             optimizer.state.pop(parameter, None)

@@ -1,8 +1,8 @@
-"""The training loop of one worker: schedules drawn at random, or all at once; so one checkpoint serves every speed.
+"""The training loop of one worker. It trains several schedules, so that one checkpoint serves every speed.
 
-Every choice (batch, schedule, learning rate) is a function of the seed and the step, and a step's loss is the mean over
-all its tokens: so a resumed run, and one on more workers or with more accumulation, has the same loss curve.
-Several workers speak `torch.distributed`, which whoever starts them sets up (Ray Train, torchrun). No Ray here.
+Batch, schedule and learning rate are functions of the seed and the step, and a step's loss is the mean over all its
+tokens. So a resumed run has the same loss curve, and so has one with more workers or more accumulation. Several workers
+use `torch.distributed`, which the launcher (Ray Train, torchrun) initialises. No Ray here.
 """
 
 import math
@@ -29,24 +29,27 @@ from skipdecode.training.lora import lora_modules
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.swiftkv_init import KVFit
 
-SORTED_BATCHES = 50  # rows are sorted by length within chunks of so many batches: little padding, still shuffled
+SORTED_BATCHES = 50  # rows are sorted by length within chunks of this many batches: little padding, still shuffled
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop hands out; called on every worker at the same steps. Tensors are live: write, don't keep."""
+    """Callbacks, called on every worker at the same steps. Their tensors are live: write them, do not keep them."""
 
     log: Callable[[dict[str, Any]], None]
-    """A record: the mean loss since the last one, or a validation."""
+    """Called with a record: the mean loss since the last one, or a validation."""
     keep_best: Callable[[Weights, dict[str, Any]], None]
-    """The weights of the lowest mean validation loss so far (empty but on rank 0), and their record. The checkpoint of
-    the same step comes first, and a run resumed from it calls again: so the two agree after any crash."""
+    """Called with the weights of the lowest mean validation loss so far (empty except on rank 0) and their record.
+
+    The checkpoint of the same step comes first, and a run resumed from it calls this again, so that the two agree after
+    any crash.
+    """
     checkpoint: Callable[[dict[str, Any], dict[str, Any]], None]
-    """What `train(resume=)` takes (empty but on rank 0), and the record of the step; `save_state` writes it."""
+    """Called with the state for `train(resume=...)` (empty except on rank 0) and the record of the step."""
 
 
 def init_weights(model: Decoder, seed: int) -> None:
-    """Hugging Face OPT's initialisation, residual outputs scaled down by 1/sqrt(2 L) as in GPT-2."""
+    """Initialises as Hugging Face's OPT, with residual outputs scaled by 1/sqrt(2 L) as in GPT-2."""
     generator = torch.Generator().manual_seed(seed)
     std = model.config.init_std
     for name, parameter in model.named_parameters():
@@ -59,7 +62,7 @@ def init_weights(model: Decoder, seed: int) -> None:
 
 
 def length_sorted_batches(pairs: Sequence[Pair], batch_size: int, seed: str) -> list[list[Pair]]:
-    """All pairs once, in shuffled batches of similar lengths."""
+    """Shuffled batches of pairs of similar lengths, each pair once."""
     rng = random.Random(seed)
     order = list(range(len(pairs)))
     rng.shuffle(order)
@@ -82,25 +85,25 @@ def train(
     resume: dict[str, Any] | None = None,
     teacher: Decoder | None = None,
 ) -> dict[str, Any]:
-    """Trains in place and gives back the record of the best validation. `resume`: from `load_state`. Of a model with an
-    adapter (`skipdecode.training.lora`) that alone is trained and handed out; linear layers are rounded to bfloat16
-    by autocast.
+    """Trains in place and returns the record of the best validation.
 
-    `teacher`: frozen, whole on each worker; None: the model's full depth. FloatingPointError: the loss is no number.
+    Of a model with an adapter (`skipdecode.training.lora`) only the adapter is trained and handed out. `resume` is a
+    state from `load_state`. `teacher` is frozen and complete on each worker; None: the model at full depth. Raises
+    FloatingPointError if the loss is not finite.
     """
     schedules = [listed_schedule(model.config, entry, config.horizon + 1) for entry in config.schedules]
     validation = random.Random(0).sample(validation, min(config.validation_rows, len(validation)))
     if resume is None and config.fit_pairs:
-        fit_added(model, pairs, config, hooks.log)
+        fit_swiftkv(model, pairs, config, hooks.log)
     loss = _loss_to_train(model, config, teacher)
     module = wrap(loss, config.parallel)
     optimizer = _optimizer(model, config)
     total, per_epoch = num_steps(len(pairs), config), -(-len(pairs) // config.batch_size)
-    step, best, elapsed_s, since = 0, dict[str, Any](), 0.0, _Since()
+    step, best, elapsed_s, meter = 0, dict[str, Any](), 0.0, _LossMeter()
     if resume is not None:
         restore_state(loss, optimizer, resume)
         step, best, elapsed_s = resume["step"], resume["best"], resume["elapsed_s"]
-        since = _Since(resume["losses_since_log"])
+        meter = _LossMeter(resume["losses_since_log"])
         if best and best["step"] == step:
             hooks.keep_best(full_state(get_model_state_dict, loss), best)
     started, epoch, batches = time.monotonic() - elapsed_s, -1, list[list[Pair]]()
@@ -117,11 +120,11 @@ def train(
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {step}; lower train.learning_rate")
         is_last, is_best = step == total, False
-        since.add(value, len(batches[(step - 1) % per_epoch]))
+        meter.add(value, len(batches[(step - 1) % per_epoch]))
         elapsed_s = round(time.monotonic() - started, 1)
         record: dict[str, Any] = {"step": step, "steps": total, "epoch": step / per_epoch, "elapsed_s": elapsed_s}
         if step % config.log_every == 0 or is_last:
-            hooks.log(record | since.record())
+            hooks.log(record | meter.record())
         if step % config.validate_every == 0 or is_last:
             record |= _validate(module, validation, config, schedules, step, model.device)
             hooks.log(record)
@@ -129,19 +132,20 @@ def train(
             best = record if is_best else best
         if step % config.checkpoint_every == 0 or is_last or is_best:
             progress = {"step": step, "best": best, "elapsed_s": time.monotonic() - started}
-            hooks.checkpoint(collect_state(loss, optimizer, progress | {"losses_since_log": since.losses}), record)
+            hooks.checkpoint(collect_state(loss, optimizer, progress | {"losses_since_log": meter.losses}), record)
         if is_best:
             hooks.keep_best(full_state(get_model_state_dict, loss), best)
     model.eval().requires_grad_(False)
     return best
 
 
-def fit_added(
+def fit_swiftkv(
     model: Decoder, pairs: Sequence[Pair], config: TrainConfig, log: Callable[[dict[str, Any]], None]
 ) -> None:
-    """SwiftKV's keys and values by least squares over `config.fit_pairs` of `pairs`, the same on every worker.
+    """Fits SwiftKV's projections by least squares on `config.fit_pairs` of the pairs, the same on every worker.
 
-    `log` gets a record of how many pairs were seen, after each batch."""
+    `log` is called with the number of pairs so far after each batch.
+    """
     rank, world = rank_and_size()
     chosen = random.Random(f"{config.seed} fit").sample(pairs, min(config.fit_pairs, len(pairs)))
     rows = max(1, config.batch_size // (world * config.accumulate))
@@ -157,12 +161,12 @@ def fit_added(
 
 
 def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None) -> ResponseLoss:
-    """The loss, of which those weights have gradients that are to be trained."""
+    """The loss, with gradients enabled for the weights that are trained."""
     lora = lora_modules(model)
     model.train().requires_grad_(config.trainable == "all" and not lora)
     for added in lora if model.swift is None else [*lora, model.swift]:
         added.requires_grad_(True)
-    if lora and config.precision == "bfloat16":  # autocast keeps its copies of trained weights, and of no others
+    if lora and config.precision == "bfloat16":  # autocast caches its copies of trained weights only
         for layer in model.layers:
             for linear in (module for module in layer.modules() if isinstance(module, Linear)):
                 linear.weight.data = linear.weight.data.bfloat16()
@@ -177,17 +181,17 @@ def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None)
 
 
 def mean_loss(model: Decoder, pairs: Sequence[Pair], schedule: Schedule, batch_rows: int) -> float:
-    """Nats per response token under `schedule`, teacher-forced, over all pairs; perplexity is its exp."""
+    """The teacher-forced loss under `schedule` over all pairs, in nats per response token; exp of it is perplexity."""
     return mean_losses(model, pairs, [schedule], batch_rows)[0]
 
 
 def mean_losses(model: Decoder, pairs: Sequence[Pair], schedules: Sequence[Schedule], batch_rows: int) -> list[float]:
-    """`mean_loss` of each; prompts run once for all."""
+    """`mean_loss` under each schedule; prompts run only once."""
     return _mean_losses(ResponseLoss(model).eval(), pairs, schedules, batch_rows, model.device, "float32")
 
 
-class _Since:
-    """Loss and rows since the last log record."""
+class _LossMeter:
+    """Collects losses and rows between two log records."""
 
     def __init__(self, losses: Sequence[float] = ()) -> None:
         self.losses = list(losses)
@@ -213,7 +217,7 @@ def _step(
     config: TrainConfig,
     device: torch.device,
 ) -> float:
-    """One update; the mean loss per response token and schedule before it, over all workers."""
+    """Makes one update; returns the mean loss before it, per response token and schedule, over all workers."""
     rank, world = rank_and_size()
     num_tokens = sum(len(response) for _, response in batch)
     parts = parts_of(batch, world * config.accumulate)[rank::world]
@@ -269,9 +273,9 @@ def _validate(
     step: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """For the record of `step`: mean loss per response token in nats, per schedule, and the mean of these.
+    """The loss of each schedule in nats per response token, and the mean of these, for the record of `step`.
 
-    FloatingPointError when that is no number.
+    Raises FloatingPointError if it is not finite.
     """
     module.eval()
     rows = max(1, config.batch_size // rank_and_size()[1])
@@ -285,7 +289,7 @@ def _validate(
 
 
 def _optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
-    """Norms and biases do not decay."""
+    """AdamW without weight decay for norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay}
     others = {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}

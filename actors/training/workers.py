@@ -1,4 +1,4 @@
-"""Several workers as one: who they are, how the loss is wrapped for them, which rows of a batch are whose."""
+"""Distributed training: ranks, wrapping for DDP or FSDP, and the rows of a batch that each worker takes."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,10 +24,10 @@ def wrap(loss: ResponseLoss, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
     if rank_and_size()[1] == 1:
         return loss
     if parallel == "ddp":
-        # under SwiftKV the upper layers' own K and V are not run, and without it its weights are not
+        # with SwiftKV the upper layers' own key and value projections are unused, without it those of SwiftKV
         return DistributedDataParallel(loss, find_unused_parameters=loss.model.swift is not None)
     for block in loss.model.layers:
-        if block.k_norm is not None:  # keys from elsewhere go through it too (SwiftKV), outside of its layer's call
+        if block.k_norm is not None:  # SwiftKV calls it outside of its layer's forward
             fully_shard(block.k_norm)
         fully_shard(block)
     fully_shard(loss)
@@ -35,19 +35,19 @@ def wrap(loss: ResponseLoss, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
 
 
 def parts_of(batch: Sequence[Pair], count: int) -> list[tuple[Sequence[Pair], float]]:
-    """The batch in `count` parts; where rows run out, a row that weighs nothing: every worker makes the same calls."""
+    """The batch in `count` weighted parts. A missing part is a row of weight 0, so that workers make equal calls."""
     return [(batch[i::count], 1.0) if i < len(batch) else (batch[:1], 0.0) for i in range(count)]
 
 
 def inner(module: nn.Module) -> ResponseLoss:
-    """What `_wrap` wrapped."""
+    """The loss that `wrap` was given."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     assert isinstance(inner, ResponseLoss)
     return inner
 
 
 def no_sync(module: nn.Module, is_last: bool) -> Any:
-    """Gradients are exchanged with the last micro-batch of a step only."""
+    """A context in which gradients are exchanged only for the last micro-batch of a step."""
     if isinstance(module, DistributedDataParallel) and not is_last:
         return module.no_sync()
     return nullcontext()

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import torch
 
-from actors.training.trainer import fit_added
+from actors.training.trainer import fit_swiftkv
 from actors.training.workers import Pair
 from pipeline.checkpoint import find_model
 from pipeline.cluster.progress import LiveLine
@@ -105,7 +105,7 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
         said: list[str] = []
         with LiveLine(lambda: said[-1] if said else None):
             recipe = train_config(config.train)
-            fit_added(model, pairs, recipe, lambda line: said.append(fitting(line["fitted"], line["fit_pairs"])))
+            fit_swiftkv(model, pairs, recipe, lambda line: said.append(fitting(line["fitted"], line["fit_pairs"])))
     with written_whole(target) as staging:
         save_model(model, staging, dtype=dtype)
         for name, content in tokenizer_files(folder).items():
