@@ -28,9 +28,25 @@ PRODUCTS = [
 HAS_INT8 = HAS_BFLOAT16 and "avx512_vnni" in choice.cpu_flags()
 INT8 = [name for name in NAMES if name == "amx" or (name == "avx512" and HAS_INT8)]
 KINDS = [(name, dtype, None) for name, dtype in PRODUCTS] + [(name, torch.bfloat16, "int8") for name in INT8]
+Kind = tuple[torch.dtype, Quantization | None]
 DTYPES = [torch.float32, torch.bfloat16]
 # Of the largest output: float32 sums in another order; bfloat16's last bit is 2^-8, and torch rounds its weights too.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+# Rounding of the result, and sums in another order: of the result, and of one.
+CLOSE = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (2**-8, 1e-4)}
+
+
+def is_close(made: torch.Tensor, wanted: torch.Tensor) -> bool:
+    relative, absolute = CLOSE[made.dtype]
+    return bool(torch.all((made.float() - wanted).abs() <= relative * wanted.abs() + absolute))
+
+
+def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest whole numbers and their scales [out, 1], in float64; in between, float32 decides."""
+    scales = weight.float().abs().amax(dim=1, keepdim=True) / 127
+    numbers = (weight.float() / scales.clamp(min=1e-30)).round().double()
+    assert torch.all((numbers * scales - weight).abs() <= 0.50001 * scales)
+    return numbers, scales.double()
 
 
 @contextmanager

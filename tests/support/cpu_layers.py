@@ -9,8 +9,6 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 
-Kind = tuple[torch.dtype, Quantization | None]
-
 SHAPES = [(32, 1), (64, 2), (96, 3), (96, 4), (128, 4), (160, 2), (192, 3), (256, 2)]  # width, heads
 # Of the largest output: bfloat16's last bit is 2^-8, and weights are rounded too; float32 sums in another order.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}

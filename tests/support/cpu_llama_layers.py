@@ -17,7 +17,6 @@ from skipdecode.backends.cpu_layers import LayerKernel, Product
 from skipdecode.config.model import Quantization
 from skipdecode.model.linear import pack, product
 
-Kind = tuple[torch.dtype, Quantization | None]
 EPSILON = 1e-5
 POSITIONS = 80
 
@@ -74,7 +73,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
 
-class Layer:
+class LlamaLayer:
     """Random weights; as a kernel, and as a plain computation in float32 with the same weights."""
 
     def __init__(self, spec: Spec, dtype: torch.dtype, quantization: Quantization | None = None) -> None:

@@ -1,6 +1,7 @@
-"""A layer in one call for prompts: against float32, and against itself in other company."""
+"""A decoder layer as one call for whole prompts, without their padding, against its parts and against float32."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.backends.backend import LayerShape, PackedPrompts
+from skipdecode.backends.backend import KVRange, LayerShape, PackedPrompts
 from skipdecode.backends.cpu_layers import KVStoreKernel
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.static_cache import KVCache
@@ -18,8 +19,9 @@ from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.teacher_forcing import ForcedView
 from skipdecode.schedules.plan import LayerPlan
-from tests.support.cpu_backends import kind, num_threads, product_dtype, read_last
-from tests.support.cpu_layers import SHAPES, TOLERANCE, Kind, layers
+from tests.support.cpu_backends import Kind, kind, num_threads, product_dtype, read_last, step_one
+from tests.support.cpu_layers import SHAPES, TOLERANCE, layers
+from tests.support.cpu_llama_layers import POSITIONS, REAL, LlamaLayer, Spec, assert_close, specs
 
 __all__ = ["kind", "product_dtype"]  # fixtures
 
@@ -269,3 +271,130 @@ def test_packed_prompts() -> None:
     assert torch.equal(prompts.last(packed), x[:, -1:])
     assert (prompts.starts.tolist(), prompts.columns.tolist()) == ([0, 2, 6, 7], [2, 1, 3])
     assert (prompts.last_columns.tolist(), prompts.num_columns, prompts.num_tokens) == ([3, 4, 3], 5, 7)
+
+
+class Batch:
+    """Prompts of these lengths with random states, and a cache full of NaN."""
+
+    def __init__(self, lengths: list[int], layer: LlamaLayer, spare: int = 0) -> None:
+        spec = layer.spec
+        self.lengths, self.columns, self.dtype = lengths, max(lengths), layer.dtype
+        self.pads = torch.tensor([self.columns - n for n in lengths])
+        self.prompts = PackedPrompts((torch.arange(self.columns) - self.pads[:, None]).clamp(min=-1), self.pads)
+        self.h = torch.randn(sum(lengths), spec.width).to(layer.dtype)
+        shape = (len(lengths), spec.groups, self.columns + spare, spec.dim)
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=layer.dtype) for _ in "kv")
+
+    def span(self, row: int) -> slice:
+        return slice(int(self.prompts.starts[row]), int(self.prompts.starts[row + 1]))
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        for row in range(len(self.lengths)):
+            yield row, self.h[self.span(row)].float()
+
+    def cached(self, row: int) -> tuple[Tensor, Tensor]:
+        """A prompt's keys and values [T, G, K]."""
+        own = slice(int(self.pads[row]), self.columns)
+        return self.k[row, :, own].transpose(0, 1), self.v[row, :, own].transpose(0, 1)
+
+
+def check_prompts(layer: LlamaLayer, lengths: list[int], threads: int, *, feeds: bool = True) -> None:
+    batch, kernel = Batch(lengths, layer, spare=2), layer.kernel()
+    alone = Batch([lengths[-1]], layer)
+    with num_threads(threads):
+        made = kernel.read(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
+        alone.h = batch.h[batch.span(len(lengths) - 1)].clone()
+        made_alone = kernel.read(alone.h.clone(), alone.prompts, (alone.k, alone.v), feeds=feeds)
+        own = [x[-1, :, batch.pads[-1] : batch.columns].clone() for x in (batch.k, batch.v)]
+        last = read_last(kernel, batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
+    assert torch.equal(made_alone, made[batch.span(len(lengths) - 1)])
+    assert torch.equal(torch.stack(own), torch.stack([alone.k[0], alone.v[0]]))
+    for row, h in batch.rows():
+        wanted, k, v = layer.read(h, feeds=feeds)
+        assert_close(made[batch.span(row)], wanted, layer.dtype)
+        assert_close(last[row, 0], wanted[-1], layer.dtype)
+        for held, exact in zip(batch.cached(row), (k, v), strict=True):
+            assert_close(held, exact, layer.dtype)
+
+
+@settings(max_examples=30)
+@given(
+    spec=specs(),
+    lengths=st.lists(st.integers(1, POSITIONS + 20), min_size=1, max_size=6),
+    seed=st.integers(0, 2**31),
+    feeds=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_prompts_are_the_layer(
+    kind: Kind, spec: Spec, lengths: list[int], seed: int, feeds: bool, threads: int
+) -> None:
+    """Also their last tokens alone. A prompt's bits are those it has alone."""
+    torch.manual_seed(seed)
+    check_prompts(LlamaLayer(spec, *kind), lengths, threads, feeds=feeds)
+
+
+@pytest.mark.parametrize("spec", REAL, ids=str)
+def test_prompts_of_real_shapes(kind: Kind, spec: Spec) -> None:
+    torch.manual_seed(0)
+    check_prompts(LlamaLayer(spec, *kind), [40, 3, 65], 2)
+
+
+def test_many_tokens_each_thread_some(kind: Kind) -> None:
+    """More tokens per thread than threads share; heads that share keys are one piece of work."""
+    torch.manual_seed(0)
+    layer = LlamaLayer(Spec(64, 6, 2, 32, 96, 32, has_head_norms=True), *kind)
+    lengths = [301, 1, 290, 33, 130]
+    batch, kernel = Batch(lengths, layer), layer.kernel()
+    made = []
+    for threads in (1, 2, 5, 16):
+        with num_threads(threads):
+            made.append(kernel.read(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True))
+    assert all(torch.equal(made[0], other) for other in made[1:])
+    for row, h in batch.rows():
+        assert_close(made[0][batch.span(row)], layer.read(h)[0], layer.dtype)
+
+
+@pytest.mark.parametrize("spec", REAL[:3], ids=str)
+def test_a_prompt_and_steps_are_one_pass(kind: Kind, spec: Spec) -> None:
+    torch.manual_seed(0)
+    layer = LlamaLayer(spec, *kind)
+    lengths, num_steps = [9, 30, 1], 5
+    batch, kernel = Batch(lengths, layer, num_steps), layer.kernel()
+    new = torch.randn(num_steps, 3, 1, spec.width).to(layer.dtype)
+    read = kernel.read(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True)
+    made = [[read[batch.span(row)]] for row in range(3)]
+    for step in range(num_steps):
+        last = torch.full((3,), batch.columns + step)
+        out = step_one(kernel, new[step].clone(), KVRange(batch.k, batch.v, batch.prompts.columns, last), feeds=True)
+        for row in range(3):
+            made[row].append(out[row])
+    for row, h in batch.rows():
+        wanted, _, _ = layer.read(torch.cat([h, new[:, row, 0].float()]))
+        assert_close(torch.cat(made[row]), wanted, layer.dtype)
+
+
+@pytest.mark.parametrize("has_head_norms", [False, True])
+def test_keys_of_several_layers_in_one_call(kind: Kind, has_head_norms: bool) -> None:
+    """As SwiftKV has them: norm, product, norm of heads and rotation of each, and only where it is asked for."""
+    torch.manual_seed(0)
+    dtype, quantization = kind
+    spec = Spec(96, 6, 2, 32, 64, 32, has_bias=True, has_head_norms=has_head_norms)
+    layers = [LlamaLayer(spec, dtype, quantization) for _ in range(3)]
+    for layer in layers:
+        layer.norms["attn"] = layers[0].norms["attn"]
+    store = KVStoreKernel(
+        spec.shape(),
+        layers[0].module("attn"),
+        [layer.product("qkv").tail(6 * 32) for layer in layers],
+        [layer.module("k") for layer in layers] if has_head_norms else None,
+    )
+    batch = Batch([5, 70, 1], layers[0])
+    memory = {at: (batch.k.clone(), batch.v.clone()) for at in (2, 0)}
+    with num_threads(2):
+        store(batch.h, batch.prompts, memory)
+    for at, (batch.k, batch.v) in memory.items():
+        for row, h in batch.rows():
+            _, k, v = layers[at].read(h, attends=False, feeds=False)
+            for held, wanted in zip(batch.cached(row), (k, v), strict=True):
+                assert_close(held, wanted, dtype)
+            assert batch.k[row, :, : batch.pads[row]].isnan().all()

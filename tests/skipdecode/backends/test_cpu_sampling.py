@@ -1,5 +1,6 @@
-"""The compiled draw against its definition in float64: whole rows in order, sums of probabilities."""
+"""The compiled choice of tokens: draws against their definition in float64, argmax against torch."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import cpu_kernels as cpu
-from tests.support.cpu_backends import DTYPES, backend, num_threads
+from tests.support.cpu_backends import DTYPES, backend, kind, num_threads, product_dtype
 
-__all__ = ["backend"]  # a fixture
+__all__ = ["backend", "kind", "product_dtype"]  # fixtures
 
 NEAR = 2e-6  # of an edge of the distribution function, or of top-p: rounding may fall to either side
 
@@ -133,3 +134,26 @@ def test_where_all_weigh_alike_the_largest_stay(backend: str) -> None:
     one, numbers = torch.ones(64, 1), torch.arange(64)[:, None] / 64
     made = cpu.draw(logits, 1e9 * one, (5 * one).long(), one, numbers.float().contiguous())
     assert set(made.tolist()) == set(logits[0].topk(5).indices.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(1, 7), size=st.integers(1, 1300), seed=st.integers(0, 2**31), levels=st.integers(1, 60))
+def test_argmax_is_the_lowest_of_the_largest(
+    backend: str, dtype: torch.dtype, rows: int, size: int, seed: int, levels: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    x = (torch.randint(-levels, levels + 1, (rows, size), generator=rng) / 8 - levels / 16).to(dtype)  # many ties
+    wanted = np.argmax(x.float().numpy(), axis=1)  # numpy promises the first
+    assert cpu.argmax(x).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_of_strange_numbers(backend: str, dtype: torch.dtype) -> None:
+    infinity = float("inf")
+    rows = [[-0.0, 0.0, -1.0], [-infinity, -3.0, -2.0], [1.0, infinity, 2.0], [-3.0, -2.0, -4.0]]
+    assert cpu.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
+
+
+def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token(backend: str) -> None:
+    for value in ("nan", "-inf"):
+        assert cpu.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
