@@ -1,9 +1,7 @@
-"""Tokens on their way to the host: copied beside the steps that follow, and waited for when they are looked at.
+"""Asynchronous copies of a step's output to the host, which overlap with the steps that follow.
 
-On CUDA through pinned memory, with an event behind the copy, so that a look waits for its own tokens and not for what
-was launched since. Elsewhere tokens are there at once. What a look means is the caller's
-(`skipdecode.engine.static_batch`,
-`skipdecode.engine.continuous_batch`). What goes with tokens (log-probabilities) goes the same way.
+On CUDA, output is copied through pinned memory with an event behind the copy, so that reading waits for that output and
+not for work launched since. Elsewhere it is available at once.
 """
 
 from collections import deque
@@ -13,37 +11,36 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-Of = TypeVar("Of")
-"""What says whose the tokens are."""
+Owner = TypeVar("Owner")
 
 
-class AsyncOutput(Generic[Of]):
-    """First sent, first taken."""
+class AsyncOutput(Generic[Owner]):
+    """A queue of outputs on their way to the host, each with a note of the rows that it belongs to."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sent: deque[tuple[list[Tensor], Any, Of]] = deque()
+        self._pending: deque[tuple[list[Tensor], Any, Owner]] = deque()
 
     @property
     def num_pending(self) -> int:
-        """Not taken yet."""
-        return len(self._sent)
+        """Outputs that were sent and not yet taken."""
+        return len(self._pending)
 
-    def send(self, made: Sequence[Tensor], of: Of) -> None:
-        """Tensors of the device, of any shape, that nobody writes into any more; `of` comes back with them."""
-        tensors, event = list(made), None
+    def send(self, output: Sequence[Tensor], owner: Owner) -> None:
+        """Starts copying tensors of any shape, which nothing may write into any more; `take` returns `owner` too."""
+        tensors, event = list(output), None
         if self._device.type == "cuda":
             tensors = [_pinned_like(t).copy_(t, non_blocking=True) for t in tensors]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))  # which need not be the current device
-        self._sent.append((tensors, event, of))
+        self._pending.append((tensors, event, owner))
 
-    def take(self) -> tuple[list[Tensor], Of]:
-        """The tensors, on the host, and whose they are."""
-        tensors, event, of = self._sent.popleft()
+    def take(self) -> tuple[list[Tensor], Owner]:
+        """The oldest pending output, on the host, and its owner; waits for the copy."""
+        tensors, event, owner = self._pending.popleft()
         if event is not None:
             event.synchronize()
-        return tensors, of
+        return tensors, owner
 
 
 def _pinned_like(t: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""A cohort: rows that start together, share positions and therefore plans; prefill, then one decode step at a time.
+"""A static batch: rows that start together and therefore share steps and plans; prefill, then one step at a time.
 
-The host decides (plans, who has ended), the device runs; tokens are looked at on the host every `check_every` steps,
-and what a row made past its end is cut, so looking late is exact. `generate` runs one cohort to its end; a server lets
-several take turns. Who is in a cohort is the caller's choice.
+The host decides plans and which rows have ended; the device runs. The host reads tokens every `check_every` steps and
+cuts what a row has generated past its end, so that reading late is exact. `generate` runs one batch to its end; a
+server alternates between several. The caller chooses the rows.
 
 B rows, P prompt columns, N new tokens, V vocabulary.
 """
@@ -29,12 +29,15 @@ from skipdecode.model.sampler import Sampler
 from skipdecode.schedules.plan import Schedule
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
-CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps between looks at the tokens
-MAX_PENDING = {"cpu": 0, "cuda": 1}  # a look waits for the steps before the newest ones, which run meanwhile
+CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps whose tokens the host reads together
+MAX_PENDING = {"cpu": 0, "cuda": 1}  # outputs that may still be on their way while the next steps run
 
 
 class StaticBatch:
-    """`rows` are in the order of the requests, ended ones included; `step` until `is_done`."""
+    """A batch of requests under one schedule: call `prefill`, then `step` until `is_done`.
+
+    `rows` are in the order of the requests, ended ones included.
+    """
 
     @torch.inference_mode()
     def __init__(
@@ -52,8 +55,8 @@ class StaticBatch:
         graphs: CudaGraphs | None = None,
         sharing: PrefixSharing | None = None,
     ) -> None:
-        """`compact_at`: ended rows are dropped when at most this share of the batch runs (0: never, 1: at once).
-        `check_every`, `max_pending`: None, as the device wants it. The others as in `generate`."""
+        """`compact_at`: ended rows are dropped once at most this share of the batch is running (0: never, 1: at once).
+        `check_every`, `max_pending`: None for the device's defaults. The others are as in `generate`."""
         assert requests, "an empty batch"
         begun = now(model.device)
         refuse_too_long(requests, model.config.max_position_embeddings)
@@ -62,7 +65,7 @@ class StaticBatch:
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
         self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(
             model.device
-        )  # whose tokens, whose log-probabilities
+        )  # with the indices of rows, and the rows that want log-probabilities
         self._max_pending = MAX_PENDING[model.device.type] if max_pending is None else max_pending
         self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
@@ -72,7 +75,7 @@ class StaticBatch:
             self._prompt, num_pad, paddings = pad_prompts(model, requests, prompt_columns, batch_rows)
             self._cache = self._allocate(num_pad, self._prompt.shape[1], paddings=paddings)
         else:
-            assert not has_fixed_shape, "whose company a row is in must not choose a shape"
+            assert not has_fixed_shape, "a fixed shape must not depend on the other rows"
             self._shared = shared_prompts(model, requests, schedule, sharing, self._allocate, copies=graphs is not None)
             self._cache = self._shared.cache
         self._longest, num_rows = max(len(r.prompt_tokens) for r in requests), len(self._cache.num_pad)
@@ -80,10 +83,10 @@ class StaticBatch:
         ids = [r.id for r in requests] + [""] * empty
         samplings = [r.sampling for r in requests] + [Sampling()] * empty
         self._sampler = Sampler(ids, samplings, self.num_new, model.device)
-        gather = model.device.type == "cpu" and not has_fixed_shape  # elsewhere finding rows would wait for the device
+        gather = model.device.type == "cpu" and not has_fixed_shape  # on GPUs it would wait for the device
         self._ffns = ffn_executor(schedule, num_rows, model.device, gather=gather)
-        self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; fixed-shape padding rows follow
-        self._made: list[Tensor] = []  # [B] each, not yet seen by the host
+        self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; padding rows of a fixed shape follow
+        self._made: list[Tensor] = []  # [B] each, not yet sent to the host
         self._logprobs = LogprobRecorder(self.rows, model.device)
         self._num_made = 0
         num_input = sum(len(r.prompt_tokens) for r in requests)
@@ -111,22 +114,22 @@ class StaticBatch:
 
     @property
     def cache_bytes(self) -> int:
-        """Held now; `stats` have what it began with."""
+        """Bytes of the cache now; `stats` have what it began with."""
         return self._cache.nbytes
 
     @property
     def is_done(self) -> bool:
-        """No row runs any more."""
+        """True if no row is running any more."""
         return not any(row.is_running for row in self.rows)
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """Feeds the prompts and makes y_0."""
+        """Feeds the prompts and generates y_0."""
         start = now(self.model.device)
         plan = self.schedule.prefill()
         if self._shared is not None:
             made = self._shared.feed(plan, return_argmax=self._needs_argmax_only)
-            self._shared = None  # what is copied need not be kept
+            self._shared = None  # releases prefixes that have been copied
         else:
             made = feed_prompts(
                 self.model,
@@ -142,7 +145,7 @@ class StaticBatch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Feeds the newest token of every row and makes the next one."""
+        """Feeds the newest token of every row and generates the next one."""
         k, newest, cache, ffns = self._num_made - 1, self._newest, self._cache, self._ffns
         plan, stats = self.schedule.step(k), self.stats
         stats.decode_steps += 1
@@ -163,11 +166,12 @@ class StaticBatch:
 
     @property
     def _needs_argmax_only(self) -> bool:
-        """Nobody wants more of the logits than the likeliest token."""
+        """True if of the logits only the most likely token is wanted."""
         return self._sampler.is_greedy and not self._logprobs.is_asked
 
     def _choose(self, made: Tensor) -> None:
-        """The next token of every row from [B, V] logits, or those tokens [B] themselves (`_needs_argmax_only`)."""
+        """Chooses the next token of every row from logits [B, V]; `made` is those tokens [B] if
+        `_needs_argmax_only`."""
         self._newest = made if self._needs_argmax_only else self._sampler(made, self._num_made)  # [B]
         self._made.append(self._newest)
         self._num_made += 1
@@ -181,13 +185,13 @@ class StaticBatch:
             made = self._made[0][:, None] if len(self._made) == 1 else torch.stack(self._made, dim=1)
             self._output.send([made, *seen], (self._live, asking))
             self._made = []
-        # Nobody waits for the first tokens longer than need be; counts are not copied ahead.
+        # The first tokens are read at once; counts of feed-forward blocks are not copied asynchronously.
         is_eager = is_last or self._num_made == 1 or self._ffns.has_counts
         while self._output.num_pending > (0 if is_eager else self._max_pending):
             self._read_output()
 
     def _read_output(self) -> None:
-        """Looks at the tokens sent first; drops ended rows when enough have ended."""
+        """Gives the oldest pending tokens to their rows; drops ended rows once enough have ended."""
         rows = self.rows
         (tokens, *seen), (live, asking) = self._output.take()  # [B, n]
         give(asking, seen)
@@ -206,7 +210,7 @@ class StaticBatch:
             self._keep(sorted(running + others[: kept - len(running)]))
 
     def _keep(self, running: list[int]) -> None:
-        """Drops all batch rows but `running`."""
+        """Drops all rows of the batch but `running`."""
         keep = to_device(running, self.model.device)
         self._sampler.keep(keep)
         self._ffns.keep(keep)
@@ -217,16 +221,16 @@ class StaticBatch:
 
 
 def kept_rows(size: int, num_running: int, compact_at: float, graphs: CudaGraphs | None) -> int:
-    """Rows that a batch of `size` goes on with: those that run, once they are few enough, and for graphs, which serve
-    few sizes, some of those that have ended."""
+    """The number of rows that a batch of `size` continues with: the running ones, once they are few enough, and some
+    ended ones where CUDA graphs exist only for certain sizes."""
     if not num_running or num_running >= size or num_running > compact_at * size:
         return size
     return num_running if graphs is None else min(size, graphs.rows_for(num_running))
 
 
 def carried_rows(lengths: Sequence[int], compact_at: float = COMPACT_AT, check_every: int = 1) -> list[int]:
-    """Rows in the batch at each decode step (`BatchStats.batch_rows`) where row i makes `lengths[i]` tokens: ended rows
-    are carried until they are dropped. Without graphs, whose sizes are rounded up."""
+    """Rows in the batch at each decode step (`BatchStats.batch_rows`) if row i generates `lengths[i]` tokens and no
+    CUDA graphs are used: ended rows stay until they are dropped."""
     carried, size = [], len(lengths)
     for made in range(1, max(lengths)):
         if made == 1 or made % check_every == 0:
@@ -236,7 +240,7 @@ def carried_rows(lengths: Sequence[int], compact_at: float = COMPACT_AT, check_e
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock, when the device has done all it was given."""
+    """The clock in seconds, after waiting for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -17,7 +17,7 @@ EXAMPLES: dict[str, Callable[[int], dict[str, Any]]] = {
         "horizon": 9,
     },
     "early_exit": lambda num_layers: {"max_layers": num_layers, "min_layers": 1, "horizon": 5},
-    "unified": lambda num_layers: {"layers": num_layers // 2},
+    "unified": lambda num_layers: {"layers": max(2, num_layers - 2)},
     "layers": lambda num_layers: {"layers": [1, 2, num_layers - 1]},
 }
 """For each value of `decode.method`, its keys for a model of so many layers."""

@@ -26,6 +26,7 @@ from tests.support.naive import greedy, naive_decode, random_prompts, requests_f
 from tests.support.schedules import SCHEDULES
 
 STYLES = ["125m", "350m", "1.3b"]
+SKIPPING = [schedule for name, schedule in SCHEDULES.items() if name != "full"]
 Factory = Callable[..., Path]
 
 
@@ -114,7 +115,7 @@ def test_ignore_eos_runs_to_the_end(ending_checkpoint: Callable[[str], Path], ou
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), SkipDecode(L, 4, 4, 2, 1)], ids=str)
+@pytest.mark.parametrize("schedule", [*SKIPPING, SkipDecode(L, 4, 4, 2, 1)], ids=str)
 def test_schedules_are_the_naive_decoder(
     checkpoint_factory: Factory, ours: Load, hf: LoadHF, style: str, schedule: Schedule
 ) -> None:
@@ -297,7 +298,7 @@ def test_draws_of_a_row_do_not_depend_on_its_batch(loaded: Decoder, check_every:
 def test_top_k_one_is_greedy(loaded: Decoder) -> None:
     prompts = random_prompts([3, 9, 1], seed=5)
     wanted = tokens_of(generate(loaded, requests_for(prompts, greedy(20)), FULL))
-    for keys in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.0}, {"temperature": 1e-6}, {"temperature": 1e-38}):
+    for keys in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}, {"temperature": 1e-38}):
         sampled = generate(loaded, requests_for(prompts, greedy(20, **({"temperature": 2.0} | keys))), FULL)
         assert tokens_of(sampled) == wanted, keys
 

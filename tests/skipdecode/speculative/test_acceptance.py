@@ -11,7 +11,7 @@ from skipdecode.engine.results import LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, Unified
+from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Unified
 from skipdecode.speculative.acceptance import DraftedText
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
@@ -24,7 +24,7 @@ from tests.support.lossless_models import is_quiet
 
 L, N = 6, 24
 FULL = FullDepth(L)
-DRAFTS = DRAFTS_AND_FULL[1:]
+DRAFTS = [*DRAFTS_AND_FULL[1:], EarlyExit(L, 4, 1, 1, 9), Unified(L, 3), ChosenLayers(L, (1, 3, 4, 5))]
 MODELS = ["opt", "opt, norms behind", "llama", "qwen3"]
 
 
