@@ -18,7 +18,7 @@ from tests.support.service_helpers import local, make_endpoint
 DECODE = {"method": "skipdecode", "max_layers": 5, "min_layers": 2, "horizon": 12}
 TEMPLATE = """\
 </s>{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('I do not like this') }}{% endif %}\
-{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}\
+{% if m.content == 'divide' %}{{ 1 // 0 }}{% endif %}\
 {% if m.content == 'date' %}{{ strftime_now('%Y') }}{% endif %}\
 {{ m.role[0] }}:{{ m.content }}
 {% endfor %}{% if add_generation_prompt %}a:{% endif %}"""
