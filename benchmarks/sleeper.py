@@ -11,21 +11,21 @@ import jobs.generate
 import pipeline.generate.dataset
 from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
-from pipeline.stages.model_thread import Decoder
+from pipeline.stages.model_thread import ModelThread
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
 ROW_S = 0.0002
 
 
-class SleepingDecoder(Decoder):
+class SleepingModel(ModelThread):
     def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         time.sleep(ROW_S * len(requests))
         return WindowResult([Completion([5], "length", 1, 1) for _ in requests])
 
 
 class Sleeper(DecodeStage):
-    decoder_class = SleepingDecoder
+    model_class = SleepingModel
 
 
 if __name__ == "__main__":

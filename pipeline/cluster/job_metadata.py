@@ -12,8 +12,8 @@ from typing import TypedDict
 
 import ray
 
-from pipeline.cluster.ray_handles import Counts
 from pipeline.cluster.ray_internals import JOB_CONFIG, update_job_record
+from pipeline.cluster.records import Counts
 from pipeline.formatting import Json
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Self
 
 import ray
+from ray.actor import ActorHandle
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from pipeline.cluster.job_metadata import JobProgress, job_teller
-from pipeline.cluster.ray_handles import CollectorHandle, Counts, fetch
+from pipeline.cluster.records import Counts
 from pipeline.formatting import count, duration
 
 LINE_S, REDRAW_S = 5.0, 1.0
@@ -124,7 +125,7 @@ class LiveBar(Ticker):
 
 
 def live_progress(
-    collector: CollectorHandle,
+    collector: ActorHandle,
     total: int,
     log: Callable[[str], None],
     hear: Callable[[Counts], None] = lambda _: None,
@@ -134,7 +135,7 @@ def live_progress(
 
     def counts() -> Counts | None:
         try:
-            found = fetch(collector.counts.remote(), timeout_s=10)
+            found: Counts = ray.get(collector.counts.remote(), timeout=10)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             return None  # figures only; the run itself says when something is wrong
         progress: JobProgress = {**found, "rows_done": rows_done(found, total), "rows_total": total}

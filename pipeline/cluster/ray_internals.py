@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ClassVar, Protocol
 
+import ray
 from ray.data import DataContext, Dataset
 from ray.data._internal.execution.backpressure_policy import (
     ENABLED_BACKPRESSURE_POLICIES,
@@ -23,7 +24,6 @@ from ray.data._internal.execution.operators.actor_pool_map_operator import Actor
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.metrics import Metric
 
-from pipeline.cluster.ray_handles import ObjectRef
 from pipeline.cluster.ray_logging import RESTART, without_stderr_lines
 from pipeline.formatting import Json
 
@@ -40,7 +40,7 @@ JOB_NAMESPACE = b"job"
 class Task(Protocol):
     """A task or an actor's call that Ray Data waits for."""
 
-    def get_waitable(self) -> ObjectRef[object]: ...
+    def get_waitable(self) -> ray.ObjectRef: ...
 
 
 class Operator(Protocol):

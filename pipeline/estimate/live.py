@@ -7,7 +7,7 @@ pace at every moment (`pipeline.cluster.progress`).
 import time
 from typing import Final
 
-from pipeline.cluster.ray_handles import Pace
+from pipeline.cluster.records import Pace
 from pipeline.estimate.forecast import Shape, count_tokens
 from pipeline.estimate.sample import Sample
 from pipeline.estimate.text import hours, lines

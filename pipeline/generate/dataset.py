@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import ray
+from ray.actor import ActorHandle
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from actors.generator import GeneratorConfig
 from pipeline.cluster.pool import STAGE_CPUS, Pool
-from pipeline.cluster.ray_handles import AttemptTrackerHandle, CollectorHandle, LeftoversHandle
 from pipeline.cluster.ray_internals import set_last_stage_cpus
 from pipeline.config.job import InputConfig
 from pipeline.input.datasource import CorpusDatasource
@@ -45,16 +45,18 @@ class PipelineSpec:
 
 
 @dataclass(frozen=True)
-class Helpers:
+class HelperActors:
     """Actors on the driver's node that every worker talks to."""
 
-    collector: CollectorHandle
-    attempts: AttemptTrackerHandle
-    leftovers: LeftoversHandle | None
-    """None: workers share nothing."""
+    collector: ActorHandle
+    """`report.collector.MetricsCollector`"""
+    attempts: ActorHandle
+    """`stages.attempt_tracker.AttemptTracker`"""
+    steal_queue: ActorHandle | None
+    """`stages.work_stealing.StealQueue`; None where workers share nothing."""
 
 
-def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Dataset:
+def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> Dataset:
     """A dataset without rows: whoever runs it has every row of the plan that is not done written once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
@@ -72,7 +74,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: Helpers) -> Datas
     )  # fmt: skip
     rows = rows.map_batches(
         DecodeStage,
-        fn_constructor_args=(spec.generator, sampling, helpers.collector, helpers.attempts, helpers.leftovers),
+        fn_constructor_args=(spec.generator, sampling, helpers.collector, helpers.attempts, helpers.steal_queue),
         batch_size=spec.window_rows,
         batch_format="pyarrow",
         zero_copy_batch=True,

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 import ray
 from numpy.typing import NDArray
 
-from pipeline.cluster.ray_handles import ObjectRef, fetch
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.formatting import Log
 from pipeline.input.files import Listing
@@ -49,7 +48,7 @@ ID_COLUMNS = ["id", "error_code", "error_message"]
 
 TASK = {"num_cpus": 1}
 
-EntriesRef: TypeAlias = ObjectRef[NDArray[np.void]]
+EntriesRef: TypeAlias = ray.ObjectRef
 """Entries of rows (`input.ids`) in the object store."""
 T = TypeVar("T")
 
@@ -66,7 +65,9 @@ def scan_input(
     held = ray.put(listing)
     groups = group_files([file.size_bytes for file in listing.files])
     refs = [task.remote(held, group, config, index_all, sum_ids) for group in groups]
-    scans = [scan for scans in gather([ref for ref, _ in refs], "input: scanned", log) for scan in scans]
+    scans: list[FileScan] = [
+        scan for scans in gather([ref for ref, _ in refs], "input: scanned", log) for scan in scans
+    ]
     has_own = any(scan.has_own_ids for scan in scans)
     if has_own and not all(scan.is_indexed for scan in scans):
         return scan_input(listing, config, True, log, sum_ids)  # somebody's id may look like a made one
@@ -98,7 +99,7 @@ def sum_input(plan: InputPlan, scans: Sequence[FileScan], config: InputConfig) -
         if scan.id_sum is None:
             return None
         is_cut = 0 < count < scan.num_documents  # `input.limit` ends in this file
-        total += fetch(task.remote(plan.listing, index, config, count)) if is_cut else scan.id_sum if count else 0
+        total += ray.get(task.remote(plan.listing, index, config, count)) if is_cut else scan.id_sum if count else 0
     return total % ID_MODULUS
 
 
@@ -122,7 +123,7 @@ def index_outputs(
         task.remote(filesystem, [(index, paths[index]) for index in group], frozenset(without_codes))
         for group in groups
     ]
-    counts = gather([ref for ref, _ in refs], "data: read the ids of", log)
+    counts: list[int] = gather([ref for ref, _ in refs], "data: read the ids of", log)
     return sum(counts), [entries for _, entries in refs]
 
 
@@ -165,14 +166,14 @@ def match_rows(
     files = (np.asarray(plan.num_rows_per_file), [file.name for file in plan.listing.files]) if plan else None
     held = ray.put(files)
     width = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    waiting: list[ObjectRef[Match]] = []
+    waiting: list[ray.ObjectRef] = []
     for part in range(num_parts):
         own, theirs = ([pieces[part] for pieces in side] for side in cut)
         waiting.append(task.remote(held, len(own), *own, *theirs))
         if len(waiting) == width:  # results that nobody has taken yet fill the object store
-            yield fetch(waiting.pop(0))
+            yield ray.get(waiting.pop(0))
     while waiting:
-        yield fetch(waiting.pop(0))
+        yield ray.get(waiting.pop(0))
 
 
 def _split_all(refs: Sequence[EntriesRef], num_parts: int) -> list[list[EntriesRef]]:
@@ -220,7 +221,7 @@ def group_files(sizes: Sequence[int]) -> list[list[int]]:
     return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
 
 
-def gather(refs: Sequence[ObjectRef[T | ConfigError]], what: str, log: Log) -> list[T]:
+def gather(refs: Sequence[ray.ObjectRef], what: str, log: Log) -> list[T]:
     """Results of tasks in order, with a note now and then; raises the first ConfigError that one gave back."""
     left, noted_at = list(refs), time.monotonic()
     while left:
@@ -230,7 +231,7 @@ def gather(refs: Sequence[ObjectRef[T | ConfigError]], what: str, log: Log) -> l
             log(f"{what} {len(refs) - len(left)} of {len(refs)} groups of files")
     results = []
     for ref in refs:
-        result = fetch(ref)
+        result = ray.get(ref)
         if isinstance(result, ConfigError):
             raise result
         results.append(result)

@@ -1,7 +1,7 @@
 """How a run ends before its last row: signals that stop it, and the reason in words for everything else.
 
-Ray Data ends a run with whatever exception reached it first; what the user needs to know is in the ledger. Nothing is
-written here.
+Ray Data ends a run with whatever exception reached it first; what the user needs to know is in the attempt
+tracker. Nothing is written here.
 """
 
 import signal
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.actor import ActorHandle
 from ray.data.exceptions import ExecutionTimeoutError
 
-from pipeline.cluster.ray_handles import AttemptTrackerHandle, fetch
 from pipeline.formatting import Log
 from pipeline.stages.attempt_tracker import OVERDRAWN
 from pipeline.store.row_writer import DISK_FULL, NoSpaceLeft
@@ -69,17 +69,17 @@ def log_if_full(folder: RunFolder, log: Log) -> Iterator[None]:
         log(f"{folder.path('run.json')}: not brought up to date: {error}")
 
 
-def reason_to_stop(error: BaseException, attempts: AttemptTrackerHandle, output: str) -> BaseException:
+def reason_to_stop(error: BaseException, attempts: ActorHandle, output: str) -> BaseException:
     """The exception to show for `error`, which ended the stream of rows to `output`."""
     if not isinstance(error, Exception):
         return error
     if NoSpaceLeft.__name__ in str(error):
         return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
     try:
-        verdict = fetch(attempts.verdict.remote(), timeout_s=ASK_TIMEOUT_S)
-        workers = fetch(attempts.describe.remote(), timeout_s=ASK_TIMEOUT_S)
+        verdict = ray.get(attempts.verdict.remote(), timeout=ASK_TIMEOUT_S)
+        workers = ray.get(attempts.describe.remote(), timeout=ASK_TIMEOUT_S)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-        return error  # the ledger is gone with its node; there is no more to say
+        return error  # the attempt tracker is gone with its node; there is no more to say
     if verdict is not None:
         return (TooManyFailed if verdict["kind"] == "budget" else RunStopped)(verdict["reason"])
     if isinstance(error, ExecutionTimeoutError):

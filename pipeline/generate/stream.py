@@ -9,14 +9,15 @@ from contextlib import suppress
 from functools import partial
 
 import ray
+from ray.actor import ActorHandle
 
 from pipeline.cluster.progress import live_progress
-from pipeline.cluster.ray_handles import CollectorHandle, Counts, fetch
+from pipeline.cluster.records import Counts
 from pipeline.estimate.forecast import Shape
 from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows
 from pipeline.formatting import Log, count
-from pipeline.generate.dataset import Helpers, PipelineSpec, build_pipeline
+from pipeline.generate.dataset import HelperActors, PipelineSpec, build_pipeline
 from pipeline.generate.execution import execute, prepare
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
@@ -25,8 +26,8 @@ from pipeline.generate.stage_configs import make_spec, rows_per_file
 from pipeline.generate.stopping import check_budget, early_limit, log_if_full, reason_to_stop
 from pipeline.input.ids import sum_outputs
 from pipeline.report.collector import start_collector
-from pipeline.stages.attempt_tracker import start_ledger
-from pipeline.stages.work_stealing import start_leftovers
+from pipeline.stages.attempt_tracker import start_attempt_tracker
+from pipeline.stages.work_stealing import start_steal_queue
 from pipeline.store.lease import Lease
 from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
@@ -50,7 +51,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
         check_budget(failed, ends_at)
         sink = _make_sink(spec, folder, session, work)
         prepare(
-            keep_workers=helpers.leftovers is not None,
+            keep_workers=helpers.steal_queue is not None,
             no_progress_timeout_s=planned.config.limits.no_progress_timeout_s + skipping_s(work),
         )
         with live_progress(helpers.collector, work.num_left, log, partial(_hear, estimate, helpers.collector)):
@@ -93,10 +94,10 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Lo
     return LiveEstimate(sample, shape, actors.price_per_hour, log)
 
 
-def _hear(estimate: LiveEstimate | None, collector: CollectorHandle, counts: Counts) -> None:
+def _hear(estimate: LiveEstimate | None, collector: ActorHandle, counts: Counts) -> None:
     if estimate is not None and estimate.is_ready(counts["rows"]):
         with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # figures only
-            estimate.hear(fetch(collector.pace.remote(), timeout_s=10))
+            estimate.hear(ray.get(collector.pace.remote(), timeout=10))
 
 
 def skipping_s(work: Work) -> float:
@@ -119,12 +120,12 @@ def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -
 
 def _start_helpers(
     planned: PlannedRun, work: Work, spec: PipelineSpec, session: str, ends_at: float, failed: int
-) -> Helpers:
+) -> HelperActors:
     folder, actors = planned.folder, planned.config.actors
-    return Helpers(
+    return HelperActors(
         start_collector(folder.filesystem, folder.root, session, work.num_left),
-        start_ledger(planned.config.limits.max_row_attempts, spec.window_rows, ends_at, failed),
-        start_leftovers() if actors.share_leftovers and planned.pool.max_size > 1 else None,
+        start_attempt_tracker(planned.config.limits.max_row_attempts, spec.window_rows, ends_at, failed),
+        start_steal_queue() if actors.share_leftovers and planned.pool.max_size > 1 else None,
     )
 
 
@@ -137,7 +138,7 @@ def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) 
 def _end_session(
     folder: RunFolder,
     state: RunState,
-    collector: CollectorHandle,
+    collector: ActorHandle,
     flush_timeout_s: float,
     expected: int | None,
     lease: Lease,
@@ -145,7 +146,7 @@ def _end_session(
 ) -> None:
     """Asks for the last figures, and counts the rows; a run without its figures is still a run."""
     try:
-        fetch(collector.flush.remote(), timeout_s=flush_timeout_s)
+        ray.get(collector.flush.remote(), timeout=flush_timeout_s)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         log(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
     state["sessions"][-1]["ended_at"] = time.time()

@@ -121,7 +121,8 @@ def _check_data(folder: RunFolder, state: RunState, log: Log) -> tuple[FilesFoun
     scores = score_schema(build_config(SamplingConfig, state["config"]["sampling"])).names
     refs = [task.remote(folder.filesystem, group, state["columns"], scores) for group in groups]
     total = FilesFound()
-    for found in gather([ref for ref, _ in refs], "data: checked", log):
+    checked: list[FilesFound] = gather([ref for ref, _ in refs], "data: checked", log)
+    for found in checked:
         total.join(found)
     log(f"data: {total.num_rows['ok']} good and {total.num_rows['failed']} failed rows in {count(len(paths), 'file')}")
     return total, paths, [entries for _, entries in refs]

@@ -1,7 +1,8 @@
 """`build_processor`: a function from a Ray `Dataset` to a `Dataset` with what was generated, lazy like any of Ray's.
 
-The stages are those of a run: tokenise, decode, finish, with the ledger that finds rows which kill their worker. There
-is no run folder, no report and no resume; whoever writes the rows sees to that. A bad row is a row with an error code.
+The stages are those of a run: tokenise, decode, finish, with the attempt tracker that finds rows which kill their
+worker. There is no run folder, no report and no resume; those are up to whoever writes the rows. A bad row is a row
+with an error code.
 """
 
 import logging
@@ -30,7 +31,7 @@ from pipeline.generate.stage_configs import make_stages
 from pipeline.input.prompt_templates import Prompter, check_chat_template_is_used, compile_templates
 from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
-from pipeline.stages.attempt_tracker import start_ledger
+from pipeline.stages.attempt_tracker import start_attempt_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Processor:
         dtype = settle_numbers(config, self._model, None, cluster, pool)
         tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0)
         size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))
-        attempts = start_ledger(config.limits.max_row_attempts, size, math.inf, 0)
+        attempts = start_attempt_tracker(config.limits.max_row_attempts, size, math.inf, 0)
         # a small dataset cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
         few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * pool.max_size)

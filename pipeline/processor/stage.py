@@ -1,7 +1,8 @@
-"""The decode stage where ids need not be unique, and nobody asks for figures.
+"""The decode stage for datasets whose ids need not be unique, without metrics.
 
-The ledger of attempts knows rows by their ids. Of a dataset that streams by nobody can know whether an id comes twice,
-so here it knows them by what decides their answer: id, prompt and sampling. Rows that are alike in all of them are one.
+The attempt tracker identifies rows by their ids. Whether an id comes twice in a streaming dataset is not known in
+advance, so here rows are identified by what decides their answer: id, prompt and sampling. Rows that agree in all three
+are one row.
 """
 
 import hashlib
@@ -13,17 +14,17 @@ import pyarrow as pa
 
 from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
-from pipeline.stages.model_thread import Decoder
+from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.window import Window
 from skipdecode.engine.request import Request
 
 MARK = "\0"
-"""Between what tells rows apart and their ids."""
+"""Between a row's digest and its id."""
 
 
 class SilentMethod:
     def remote(self, *arguments: object) -> None:
-        """Nobody hears it."""
+        """Drops the call."""
 
 
 class SilentCollector:
@@ -43,7 +44,7 @@ def without_key(request: Request) -> Request:
     return replace(request, id=request.id.partition(MARK)[2] or request.id)
 
 
-class KeyedDecoder(Decoder):
+class KeyedModelThread(ModelThread):
     """Decodes requests that have keys in place of their ids."""
 
     def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
@@ -53,7 +54,7 @@ class KeyedDecoder(Decoder):
 class ProcessorStage(DecodeStage):
     """One worker of a processor."""
 
-    decoder_class: type[Decoder] = KeyedDecoder
+    model_class: type[ModelThread] = KeyedModelThread
 
     def window(self, table: pa.Table) -> Window:
         window = super().window(table)

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import ray
+from ray.actor import ActorHandle
 
 from pipeline.cluster.pool import on_this_node
-from pipeline.cluster.ray_handles import BatchRecord, CollectorHandle, Counts, Pace, WindowRecord, WorkerRecord
+from pipeline.cluster.records import BatchRecord, Counts, Pace, WindowRecord, WorkerRecord
 from pipeline.formatting import Log
 from pipeline.report.prometheus import LiveMetrics
 from pipeline.report.records import SCHEMAS, Kind, Record
@@ -102,11 +103,10 @@ class MetricsCollector:
         self._flushed_at = time.monotonic()
 
 
-def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_planned: int) -> CollectorHandle:
+def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_planned: int) -> ActorHandle:
     """The collector as an actor on this node; it takes no CPU from the pool."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(MetricsCollector)
-    handle: CollectorHandle = actor.remote(filesystem, root, run_id, rows_planned)
-    return handle
+    return actor.remote(filesystem, root, run_id, rows_planned)
 
 
 def read_metrics(

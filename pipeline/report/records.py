@@ -1,6 +1,6 @@
 """What lies in `metrics/*.parquet`: a record per batch, per part of a window and per start of a worker. Data only.
 
-In memory, as workers send them, they are the TypedDicts of `pipeline.cluster.ray_handles`;
+In memory, as workers send them, they are the TypedDicts of `pipeline.cluster.records`;
 `pipeline.report.collector` writes and
 reads the files.
 """
@@ -9,7 +9,7 @@ from typing import Final, Literal, TypedDict
 
 import pyarrow as pa
 
-from pipeline.cluster.ray_handles import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
+from pipeline.cluster.records import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
 
 Record = BatchRecord | WindowRecord | WorkerRecord
 

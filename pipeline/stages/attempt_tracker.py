@@ -1,29 +1,29 @@
-"""The ledger of attempts: which rows each worker has in hand, which rows were in hand when one died, what ends the run.
+"""The attempt tracker: which rows each worker has in hand, which rows were in hand when one died, what ends the run.
 
-A worker says which rows it takes before it decodes them. When it dies and its successor asks for the same rows, they
-come back in halves, each taken on its own, so that every death halves the suspicion; the answers of parts that went
-well are kept until the window is done. A row that was alone in `max_row_attempts` deaths is parked. One poison row
-costs at most log2(window) + `max_row_attempts` deaths.
+A worker says which rows it takes before it decodes them. When it dies and its successor asks for the same rows, the
+tracker gives them back in halves that are decoded separately, so that every death halves the number of suspects. The
+answers of parts that went well are kept until the window is done. A row that was alone in `max_row_attempts` deaths is
+quarantined. One poison row costs at most log2(window) + `max_row_attempts` deaths.
 
-Not every death is the row's fault. Deaths with the node do not count, and neither do deaths over a row that was decoded
-fine before: such a row goes first whenever a suspect is tried alone, so that a worker that dies of anything shows it;
-where none is known, a prompt of our own.
+Not every death is the row's fault. Deaths together with their node do not count, and neither do deaths over a row that
+was decoded before. Such a row is the control: it is decoded first whenever a suspect is tried alone, so that a worker
+that dies of anything shows it. Where no such row is known, the control is a made-up prompt.
 
-Plain Python; `start_ledger` makes it an actor on the driver's node. It neither decodes nor writes.
+Plain Python; `start_attempt_tracker` makes it an actor on the driver's node. It neither decodes nor writes.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
 
 import ray
+from ray.actor import ActorHandle
 
 from pipeline.cluster.pool import on_this_node
-from pipeline.cluster.ray_handles import AttemptTrackerHandle, Plan, Process, RunVerdict
 
-if TYPE_CHECKING:  # the ledger's process needs no torch
+if TYPE_CHECKING:  # the tracker's process needs no torch
     from actors.generator import Answer
 
 MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
@@ -36,8 +36,42 @@ OVERDRAWN = "{} rows have failed, more than limits.max_failed_rows allows"
 
 
 @dataclass(frozen=True)
+class WorkerProcess:
+    """One incarnation of a worker."""
+
+    node_id: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.host} pid {self.pid}"
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """How a worker is to decode a window."""
+
+    parts: list[tuple[str, ...]]
+    """Row ids, to be decoded one part after the other; the first part is taken already."""
+    answers: "dict[str, Answer]" = field(default_factory=dict)
+    """Answers that an earlier attempt at this window made."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Rows that must not be decoded again, and why."""
+    is_clear: bool = True
+    """True if no row is a suspect."""
+
+
+class RunVerdict(TypedDict):
+    """Why the tracker has ended the run."""
+
+    kind: str
+    """budget (of failed rows) or workers."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Death:
-    process: Process
+    process: WorkerProcess
     reason: str
     """What the process said before it ended; empty when it could not."""
 
@@ -49,7 +83,7 @@ class Death:
 class Worker:
     """What is known of one worker, over its restarts."""
 
-    process: Process
+    process: WorkerProcess
     state: str  # loading | waiting | decoding
     since: float
     part: tuple[str, ...] = ()
@@ -61,7 +95,7 @@ class Worker:
 
 
 class StopRun(RuntimeError):
-    """Raised in a worker to end the run; the driver asks the ledger for the reason."""
+    """Raised in a worker to end the run; the driver asks the tracker for the reason."""
 
 
 class AttemptTracker:
@@ -88,7 +122,7 @@ class AttemptTracker:
         self._num_failed = failed  # these, and those of earlier sessions
         self._verdict: RunVerdict | None = None
 
-    def starting(self, name: str, process: Process) -> str | None:
+    def starting(self, name: str, process: WorkerProcess) -> str | None:
         """A process begins to load worker `name`; gives back why it should not."""
         worker = self._workers.get(name)
         if worker is None:
@@ -105,19 +139,19 @@ class AttemptTracker:
         worker = self._workers[name]
         worker.state, worker.since, worker.start_deaths = "waiting", time.time(), 0
 
-    def begin(self, name: str, ids: Sequence[str]) -> Plan | str:
+    def begin(self, name: str, ids: Sequence[str]) -> WindowPlan | str:
         """A window comes to a worker: how to decode it; or why to stop, in words."""
         if self._verdict is not None:
             return self._verdict["reason"]
-        parked = {row: self._charge(row) for row in ids if self._is_convicted(row)}
+        quarantined = {row: self._describe_deaths(row) for row in ids if self._is_quarantined(row)}
         answers = {row: self._answers[row] for row in ids if row in self._answers}
-        left = [row for row in ids if row not in parked and row not in answers]
+        left = [row for row in ids if row not in quarantined and row not in answers]
         suspects = [row for row in left if row in self._parts]
         parts = self._suspect_parts(suspects)
         clear = tuple(row for row in left if row not in self._parts)
         if clear:
             parts.insert(0, clear)
-        plan = Plan(self._with_controls(parts, answers), answers, parked, is_clear=not suspects)
+        plan = WindowPlan(self._with_controls(parts, answers), answers, quarantined, is_clear=not suspects)
         if plan.parts:
             self.take(name, plan.parts[0])
         return plan
@@ -132,8 +166,8 @@ class AttemptTracker:
         worker = self._workers[name]
         worker.deaths_in_a_row = 0
         for row in worker.part:
-            for book in (self._parts, self._deaths, self._in_company):
-                book.pop(row, None)
+            for known in (self._parts, self._deaths, self._in_company):
+                known.pop(row, None)
         worker.part = ()
         self._answers |= answers or {}
 
@@ -158,7 +192,7 @@ class AttemptTracker:
         self._verdict = self._verdict or {"kind": "workers", "reason": f"worker {name} cannot start: {reason}"}
 
     def verdict(self) -> RunVerdict | None:
-        """Why the ledger has ended the run, if it has."""
+        """Why the tracker has ended the run, or None."""
         return self._verdict
 
     def describe(self) -> list[str]:
@@ -174,7 +208,7 @@ class AttemptTracker:
         return lines
 
     def _died(self, name: str, worker: Worker) -> None:
-        """The process of a worker is gone: who is to blame?"""
+        """Notes that a worker's process is gone, and which rows become suspects by it."""
         if self._node_is_gone(worker.process.node_id):
             return
         worker.deaths_in_a_row += 1
@@ -197,13 +231,13 @@ class AttemptTracker:
                 self._in_company[row] = self._in_company.get(row, 0) + 1
 
     def _suspect_parts(self, suspects: Sequence[str]) -> list[tuple[str, ...]]:
-        """The parts that hold these rows, smallest first: the hunt for one row ends before the next begins."""
+        """The parts that hold these rows, smallest first, so that one row is isolated before the next is looked for."""
         wanted = set(suspects)
         parts = dict.fromkeys(self._parts[row] for row in suspects)
         return sorted((tuple(row for row in part if row in wanted) for part in parts), key=len)
 
     def _with_controls(self, parts: list[tuple[str, ...]], answers: "dict[str, Answer]") -> list[tuple[str, ...]]:
-        """Before every row that is tried alone, one that is known to be good, or `CONTROL`."""
+        """The parts, with a control (a row known to be good, or `CONTROL`) before every row that is tried alone."""
         planned: list[tuple[str, ...]] = []
         for part in parts:
             if len(part) == 1 and part[0] in self._parts:
@@ -214,10 +248,10 @@ class AttemptTracker:
     def _counted(self, row: str) -> list[Death]:
         return [death for death in self._deaths.get(row, ()) if not self._node_is_gone(death.process.node_id)]
 
-    def _is_convicted(self, row: str) -> bool:
+    def _is_quarantined(self, row: str) -> bool:
         return row in self._deaths and len(self._counted(row)) >= self._max_row_attempts
 
-    def _charge(self, row: str) -> str:
+    def _describe_deaths(self, row: str) -> str:
         deaths = self._counted(row)
         company = self._in_company.get(row, 0)
         return (
@@ -242,12 +276,11 @@ class AttemptTracker:
 
 
 def node_is_gone(node_id: str) -> bool:
-    """Whether the cluster has lost the node, so that what ran there died with it."""
+    """True if the cluster has lost the node, so that everything that ran there died with it."""
     return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
-def start_ledger(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> AttemptTrackerHandle:
-    """The ledger as an actor on this node; when it is lost, so is the driver's node, and the run ends."""
+def start_attempt_tracker(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> ActorHandle:
+    """An actor on this node. If it is lost, so is the driver's node, and the run ends."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(AttemptTracker)
-    handle: AttemptTrackerHandle = actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)
-    return handle
+    return actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)

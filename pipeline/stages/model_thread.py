@@ -1,4 +1,4 @@
-"""The model of a worker: loaded and run by one thread, and the end of the process when its device is lost.
+"""A worker's model, loaded and run by one thread. The process ends when its device is lost.
 
 The model work itself is `actors.generator`; which rows are decoded together is up to the caller.
 """
@@ -9,21 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from actors.generator import Generator, GeneratorConfig, WindowResult
 from actors.memory import is_device_lost
-from pipeline.cluster.ray_handles import BackendRecord
+from pipeline.cluster.records import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 
 
-class Decoder:
-    """A `Generator` that any thread may ask.
+class ModelThread:
+    """A `Generator` that any thread may call.
 
-    OpenMP keeps a pool of threads for every thread that computes; with more of them than cores each sleeps after every
-    product, and decoding takes half as long again. So one thread loads and decodes, for windows and for help.
+    OpenMP keeps a pool of threads for every thread that computes. With more threads than cores, decoding takes half as
+    long again, so one thread loads the model and decodes both the worker's own windows and stolen parts.
     """
 
     def __init__(self, config: GeneratorConfig, last_words: Callable[[str], None]) -> None:
-        """`last_words` hears why, before the process ends itself. Raises what loading raises."""
+        """`last_words` is called with the reason before the process ends itself. Raises what loading raises."""
         self._last_words = last_words
         self._thread = ThreadPoolExecutor(1, "decode")
         self.generator = self._thread.submit(Generator, config).result()
@@ -39,16 +39,16 @@ class Decoder:
             os._exit(1)
 
     def batches(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """The batches that these would be decoded in."""
+        """The batches that these requests would be decoded in."""
         return [[requests[row] for row in batch.rows] for batch in self.generator.cut(requests)]
 
     def check(self) -> None:
-        """Decodes two tokens, which any worker can that can do anything."""
+        """Decodes two tokens of a made-up prompt, which every working worker can."""
         token = self.generator.model.config.filler_token_id
         self.decode([Request("control", [token], Sampling(max_new_tokens=2))], may_measure=False)
 
     def backend(self) -> BackendRecord:
-        """Whose kernels it decodes with, and why."""
+        """The back end that decodes, and why it was chosen."""
         chosen, graphs = choice_on(self.generator.device), self.generator.graphs
         reason = chosen.reason if graphs is None else f"{chosen.reason}; {graphs.describe()}"
         return {"name": chosen.name, "reason": reason}

@@ -65,7 +65,7 @@ def kill_at(process: Any, fault: str, env_of: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_driver_killed_in_a_commit_then_a_row_that_kills_its_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Commit cut off, resume, poison row parked; all other rows as the decoder alone makes them."""
+    """Commit cut off, resume, poison row quarantined; all other rows as the decoder alone makes them."""
     source = write_rows(tmp_path / "in.jsonl")
     fixed = ["sampling.temperature=0.9", "sampling.seed=7", "decode.method=full", "limits.max_row_attempts=1"]
     wanted = command(tiny_checkpoint, source, tmp_path / "run", *fixed)

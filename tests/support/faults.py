@@ -153,7 +153,7 @@ def two_drivers(trial: Trial) -> None:
     assert codes in ([0, 0], [0, 2]), ends
 
 
-def ledger_killed(trial: Trial) -> None:
+def attempt_tracker_killed(trial: Trial) -> None:
     """Or the collector of the figures, without which a run goes on."""
     name = trial.rng.choice(("AttemptTracker", "AttemptTracker", "MetricsCollector"))
     driver = trial.start()
@@ -270,7 +270,7 @@ DISK_FAULTS: dict[str, Fault] = {
     "driver paused": driver_paused,
     "driver paused, lease of 30 s": driver_paused_30_s,
     "two drivers at once": two_drivers,
-    "ledger killed": ledger_killed,
+    "attempt tracker killed": attempt_tracker_killed,
     "gcs_server killed": gcs_killed,
     "head's raylet killed": raylet_killed,
     "node lost": node_lost,

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from pipeline.cluster.ray_handles import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
+from pipeline.cluster.records import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
 from pipeline.report.compare import ComparedRun, _page, differences, figures
 from pipeline.report.figures import make_report
 from pipeline.report.page import LABELS, Single, render_report

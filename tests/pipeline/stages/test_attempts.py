@@ -1,4 +1,4 @@
-"""The ledger of attempts: who is suspected, how suspects are tried, who is parked, and when the worker is to blame.
+"""The attempt tracker: who is suspected, how suspects are tried, who is quarantined, and when the worker is to blame.
 
 The worker here is a simulation in this process (it dies when it is told to decode a poison row); real deaths are in
 test_poison.py.
@@ -11,12 +11,12 @@ import time
 import pytest
 
 from actors.generator import Answer
-from pipeline.stages.attempt_tracker import MAX_START_DEATHS, AttemptTracker, Plan, Process
+from pipeline.stages.attempt_tracker import MAX_START_DEATHS, AttemptTracker, WindowPlan, WorkerProcess
 from skipdecode.engine.results import Completion
 
 
-def process(number: int, node: str = "node-a") -> Process:
-    return Process(node, "host", number)
+def process(number: int, node: str = "node-a") -> WorkerProcess:
+    return WorkerProcess(node, "host", number)
 
 
 def answer(row: str) -> Answer:
@@ -35,17 +35,17 @@ class Simulation:
     def window(self, ids: list[str]) -> tuple[dict[str, Answer], dict[str, str]]:
         while self.stop is None:
             plan = self.attempts.begin("w", ids)
-            assert isinstance(plan, Plan)
+            assert isinstance(plan, WindowPlan)
             answers = self.attempt(plan)
             if answers is not None:
-                self.attempts.finished("w", ids[0], ids, len(plan.parked))
-                return answers, plan.parked
+                self.attempts.finished("w", ids[0], ids, len(plan.quarantined))
+                return answers, plan.quarantined
             self.deaths += 1
             self.stop = self.attempts.starting("w", process(self.deaths))
             self.attempts.ready("w")
         return {}, {}
 
-    def attempt(self, plan: Plan) -> dict[str, Answer] | None:
+    def attempt(self, plan: WindowPlan) -> dict[str, Answer] | None:
         answers = dict(plan.answers)
         for number, part in enumerate(plan.parts):
             if number:
@@ -65,15 +65,15 @@ def ids(count: int) -> list[str]:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 32, 1000])
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_one_poison_row_is_parked_and_costs_few_deaths(rows: int, attempts: int) -> None:
+def test_one_poison_row_is_quarantined_and_costs_few_deaths(rows: int, attempts: int) -> None:
     for at in {0, rows // 2, rows - 1}:
         worker = Simulation(AttemptTracker(attempts, rows, 1.0), {f"r{at}"})
-        answers, parked = worker.window(ids(rows))
-        assert parked.keys() == {f"r{at}"}
-        assert answers.keys() == set(ids(rows)) - parked.keys()
+        answers, quarantined = worker.window(ids(rows))
+        assert quarantined.keys() == {f"r{at}"}
+        assert answers.keys() == set(ids(rows)) - quarantined.keys()
         assert worker.deaths <= math.ceil(math.log2(rows)) + attempts
         assert worker.decoded <= rows + worker.deaths, "good rows are decoded once, and now and then as a control"
-        assert f"died {attempts} times while decoding this row alone: host pid" in parked[f"r{at}"]
+        assert f"died {attempts} times while decoding this row alone: host pid" in quarantined[f"r{at}"]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -82,24 +82,24 @@ def test_many_poison_rows_in_one_window(seed: int) -> None:
     rows = ids(rng.randrange(2, 200))
     poison = set(rng.sample(rows, rng.randrange(1, min(6, len(rows) + 1))))
     worker = Simulation(AttemptTracker(3, len(rows), 100.0), poison)
-    answers, parked = worker.window(rows)
-    assert parked.keys() == poison
+    answers, quarantined = worker.window(rows)
+    assert quarantined.keys() == poison
     assert answers == {row: answer(row) for row in rows if row not in poison}
     assert worker.deaths <= len(poison) * (math.ceil(math.log2(len(rows))) + 3)
     again = worker.window(rows)  # Ray repeats a finished window when its output was lost
-    assert again == (answers, parked)
+    assert again == (answers, quarantined)
 
 
 def test_poison_rows_in_a_cluster_at_the_front_do_not_blame_the_worker() -> None:
     for count in (4, 8, 16):
         worker = Simulation(AttemptTracker(3, 32, 100.0), set(ids(count)))
-        answers, parked = worker.window(ids(32))
-        assert parked.keys() == set(ids(count))
+        answers, quarantined = worker.window(ids(32))
+        assert quarantined.keys() == set(ids(count))
         assert len(answers) == 32 - count
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_broken_machine_convicts_nobody_in_small_windows(rows: int) -> None:
+def test_a_broken_machine_quarantines_no_row_of_small_windows(rows: int) -> None:
     worker = Simulation(AttemptTracker(3, rows, 100.0), set(), is_broken=True)
     for first in range(0, 30, rows):
         assert worker.window([f"r{row}" for row in range(first, first + rows)]) == ({}, {})
@@ -107,19 +107,19 @@ def test_a_broken_machine_convicts_nobody_in_small_windows(rows: int) -> None:
     assert "the worker or its node is at fault, not a row" in worker.stop
 
 
-def test_one_death_convicts_nobody() -> None:
+def test_one_death_quarantines_no_row() -> None:
     worker = Simulation(AttemptTracker(3, 8, 1.0), {"r3"})
     plan = worker.attempts.begin("w", ids(8))
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, WindowPlan)
     assert worker.attempt(plan) is None
     worker.attempts.starting("w", process(1))
     worker.attempts.ready("w")
     worker.poison = set()  # it was chance
-    answers, parked = worker.window(ids(8))
+    answers, quarantined = worker.window(ids(8))
     assert answers.keys() == set(ids(8))
-    assert not parked
+    assert not quarantined
     plan = worker.attempts.begin("w", ids(8))
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, WindowPlan)
     assert plan.parts == [tuple(ids(8))], "cleared rows go together again"
 
 
@@ -130,8 +130,8 @@ def test_deaths_with_the_node_do_not_count() -> None:
     for number in range(1, 40):
         attempts.ready("w")
         plan = attempts.begin("w", ["r0"])
-        assert isinstance(plan, Plan)
-        assert not plan.parked
+        assert isinstance(plan, WindowPlan)
+        assert not plan.quarantined
         gone.add(f"n{number - 1}")
         assert attempts.starting("w", process(number, f"n{number}")) is None
 
@@ -145,13 +145,13 @@ def test_a_node_that_is_lost_later_takes_its_deaths_with_it() -> None:
         attempts.take("w", ("r0",))  # the second time after a control
         attempts.starting("w", process(number, "n1"))
         attempts.ready("w")
-    convicted = attempts.begin("w", ["r0"])
-    assert isinstance(convicted, Plan)
-    assert convicted.parked
+    found = attempts.begin("w", ["r0"])
+    assert isinstance(found, WindowPlan)
+    assert found.quarantined
     gone.add("n0")
     plan = attempts.begin("w", ["r0"])
-    assert isinstance(plan, Plan)
-    assert not plan.parked
+    assert isinstance(plan, WindowPlan)
+    assert not plan.quarantined
 
 
 def test_a_worker_that_dies_of_everything_is_to_blame_and_no_row() -> None:
@@ -166,21 +166,21 @@ def test_a_worker_that_dies_of_everything_is_to_blame_and_no_row() -> None:
     assert worker.attempts.verdict() == {"kind": "workers", "reason": worker.stop}
 
 
-def test_an_innocent_suspect_is_not_convicted_by_broken_processes() -> None:
+def test_an_innocent_suspect_is_not_quarantined_by_broken_processes() -> None:
     """Suspects are tried after a good row: a process that is broken shows it there."""
-    convicted = 0
+    found = 0
     for seed in range(200):
         rng = random.Random(seed)
         worker = Simulation(AttemptTracker(3, 16, 100.0), set())
 
-        def flaky(plan: Plan, worker: Simulation = worker, rng: random.Random = rng) -> dict[str, Answer] | None:
+        def flaky(plan: WindowPlan, worker: Simulation = worker, rng: random.Random = rng) -> dict[str, Answer] | None:
             worker.is_broken = rng.random() < 0.3
             return Simulation.attempt(worker, plan)
 
         worker.attempt = flaky  # type: ignore[method-assign]
-        _, parked = worker.window(ids(16))
-        convicted += len(parked)
-    assert convicted == 0
+        _, quarantined = worker.window(ids(16))
+        found += len(quarantined)
+    assert found == 0
 
 
 def test_a_worker_that_never_gets_ready_ends_the_run() -> None:
@@ -219,13 +219,13 @@ def test_last_words_are_kept_and_workers_described() -> None:
     attempts.starting("w", process(8))
     attempts.ready("w")
     plan = attempts.begin("w", ["r0"])
-    assert isinstance(plan, Plan)
-    assert "host pid 7 (AcceleratorError: device-side assert)" in plan.parked["r0"]
+    assert isinstance(plan, WindowPlan)
+    assert "host pid 7 (AcceleratorError: device-side assert)" in plan.quarantined["r0"]
     assert "pid 8, waiting for 0 s, started 2 times" in attempts.describe()[0]
 
 
 def test_the_budget_is_looked_at_in_no_time_however_many_windows_have_failed() -> None:
-    """Everyone waits for the ledger."""
+    """Everyone waits for the tracker."""
     attempts = AttemptTracker(1, 1, math.inf, failed=3)
     attempts.starting("w", process(0))
     for number in range(100_000):

@@ -21,7 +21,7 @@ from pipeline.cluster.pool import STAGE_CPUS
 from pipeline.generate.stage_configs import MAX_FILES, rows_per_file
 from pipeline.generate.stopping import RunStopped, reason_to_stop
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
-from pipeline.stages.attempt_tracker import start_ledger
+from pipeline.stages.attempt_tracker import start_attempt_tracker
 from pipeline.store import row_writer as sink_module
 from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import KNOWN_NAMES, RunFolder
@@ -148,7 +148,7 @@ def test_a_full_disk_under_the_rows_is_told_from_one_elsewhere(
     tmp_path: Path, kind: type[RunSink], finish: Callable[[pa.Table], pa.Table], is_told: bool
 ) -> None:
     opened = sink_into(tmp_path)
-    attempts = start_ledger(1, 1, 0.0, 0)
+    attempts = start_attempt_tracker(1, 1, 0.0, 0)
     with pytest.raises(Exception, match="No space left") as caught:
         write(ray.data.range(10), kind(opened.filesystem, opened.root, SESSION, OUTPUT_SCHEMA, None), finish)
     reason = reason_to_stop(caught.value, attempts, "out/run")

@@ -1,6 +1,6 @@
-"""A window's way through walk, sharing and parts, with the real ledger and leftovers in this process and no model.
+"""A window's way through `WindowDecoder`, with the real attempt tracker and steal queue in this process and no model.
 
-Handles are stood in for by direct calls. Deaths of real processes are in test_poison.py and test_leftovers.py.
+Handles are stood in for by direct calls. Deaths of real processes are in test_poison.py and test_work_stealing.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +10,11 @@ import pytest
 import ray
 
 from actors.generator import RowFailure, WindowResult
-from pipeline.cluster.ray_handles import Process, WindowRecord
-from pipeline.stages import window_sharing as sharing_module
-from pipeline.stages.attempt_tracker import AttemptTracker, StopRun
-from pipeline.stages.poison_isolation import PoisonIsolation
-from pipeline.stages.window_parts import Parts
-from pipeline.stages.window_sharing import Helper, Sharing
-from pipeline.stages.work_stealing import Leftovers
+from pipeline.cluster.records import WindowRecord
+from pipeline.stages import window_decoder
+from pipeline.stages.attempt_tracker import AttemptTracker, StopRun, WorkerProcess
+from pipeline.stages.window_decoder import WindowDecoder
+from pipeline.stages.work_stealing import StealQueue
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
@@ -44,7 +42,7 @@ class Collector:
         self.windows.append(window)
 
 
-class FakeDecoder:
+class FakeModel:
     """Two rows a batch; dies of poison, and calls `meanwhile` before each answer."""
 
     def __init__(self, poison: Sequence[str] = (), meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -72,13 +70,12 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Worker:
-    def __init__(self, name: str, attempts: AttemptTracker, decoder: FakeDecoder, leftovers: Any = None) -> None:
-        attempts.starting(name, Process("node", "host", 1))
+    def __init__(self, name: str, attempts: AttemptTracker, model: FakeModel, queue: Any = None) -> None:
+        attempts.starting(name, WorkerProcess("node", "host", 1))
         attempts.ready(name)
         self.collector = Collector()
-        self.parts = Parts(name, decoder, Handle(attempts), Handle(self.collector))  # type: ignore[arg-type]
-        self.sharing = Sharing(leftovers and Handle(leftovers), self.parts)  # type: ignore[arg-type]
-        self.walk = PoisonIsolation(self.parts, self.sharing)
+        handles = Handle(attempts), Handle(self.collector), queue and Handle(queue)
+        self.decoder = WindowDecoder(name, model, *handles)  # type: ignore[arg-type]
 
 
 def requests(count: int) -> list[Request]:
@@ -90,13 +87,13 @@ def tokens(answers: Sequence[Any]) -> list[Any]:
     return [answer.tokens[0] if isinstance(answer, Completion) else answer.error_code for answer in answers]
 
 
-def test_a_row_that_kills_its_worker_is_parked_and_the_others_are_answered_in_order() -> None:
-    attempts, decoder, wanted, deaths = AttemptTracker(2, 8, 1.0), FakeDecoder(["r5"]), requests(8), 0
+def test_a_row_that_kills_its_worker_is_quarantined_and_the_others_are_answered_in_order() -> None:
+    attempts, decoder, wanted, deaths = AttemptTracker(2, 8, 1.0), FakeModel(["r5"]), requests(8), 0
     told: list[WindowRecord] = []
     while True:
         worker = Worker("w", attempts, decoder)
         try:
-            answers = worker.walk.answers(wanted)
+            answers = worker.decoder.answer(wanted)
             break
         except Died:
             deaths += 1
@@ -111,62 +108,60 @@ def test_a_row_that_kills_its_worker_is_parked_and_the_others_are_answered_in_or
     assert sum(window["failed"] for window in told) == 1
 
 
-def test_the_ledgers_verdict_ends_the_run() -> None:
+def test_the_trackers_verdict_ends_the_run() -> None:
     attempts = AttemptTracker(2, 8, 0.0)
-    worker = Worker("w", attempts, FakeDecoder())
+    worker = Worker("w", attempts, FakeModel())
     attempts.finished("w", "earlier", ["x"], 1)
     with pytest.raises(StopRun, match="1 rows have failed"):
-        worker.walk.answers(requests(2))
+        worker.decoder.answer(requests(2))
 
 
 @pytest.fixture
-def crowd(monkeypatch: pytest.MonkeyPatch) -> tuple[AttemptTracker, Leftovers]:
-    """A ledger, and leftovers that always know of an idle worker."""
-    leftovers = Leftovers()
-    monkeypatch.setattr(leftovers, "num_idle", lambda: 1)
-    monkeypatch.setattr(sharing_module, "HELP_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(sharing_module, "MIN_SHARED_ROWS", 2)
-    return AttemptTracker(2, 8, 1.0), leftovers
+def crowd(monkeypatch: pytest.MonkeyPatch) -> tuple[AttemptTracker, StealQueue]:
+    """A tracker, and a queue that always knows of an idle worker."""
+    queue = StealQueue()
+    monkeypatch.setattr(queue, "num_idle", lambda: 1)
+    monkeypatch.setattr(window_decoder, "STEAL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(window_decoder, "MIN_SHARED_ROWS", 2)
+    return AttemptTracker(2, 8, 1.0), queue
 
 
-def test_a_helper_takes_a_part_and_its_owner_gets_the_answers(
-    crowd: tuple[AttemptTracker, Leftovers], monkeypatch: pytest.MonkeyPatch
+def test_a_thief_takes_a_part_and_its_owner_gets_the_answers(
+    crowd: tuple[AttemptTracker, StealQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempts, leftovers = crowd
-    monkeypatch.setattr(Helper, "_loop", lambda self: None)
-    theirs = FakeDecoder()
-    other = Worker("other", attempts, theirs, leftovers)
-    helper = Helper(other.sharing, other.parts, None)  # type: ignore[arg-type]
-    mine = FakeDecoder(meanwhile=lambda: helper._help_once())
-    owner = Worker("owner", attempts, mine, leftovers)
-    assert tokens(owner.walk.answers(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
+    attempts, queue = crowd
+    theirs = FakeModel()
+    other = Worker("other", attempts, theirs, queue)
+    mine = FakeModel(meanwhile=lambda: other.decoder.steal())
+    owner = Worker("owner", attempts, mine, queue)
+    assert tokens(owner.decoder.answer(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert theirs.decoded
     assert sorted(row for part in mine.decoded + theirs.decoded for row in part) == [f"r{row}" for row in range(8)]
     assert mine.decoded[0] == ["r6", "r7"], "what takes longest is first"
     assert {window["window"] for window in other.collector.windows} == {0}, "rows of another worker's"
-    assert not helper._help_once()
+    assert not other.decoder.steal()
 
 
-def test_what_a_helper_does_not_bring_the_owner_makes(crowd: tuple[AttemptTracker, Leftovers]) -> None:
-    attempts, leftovers = crowd
+def test_what_a_thief_does_not_bring_the_owner_makes(crowd: tuple[AttemptTracker, StealQueue]) -> None:
+    attempts, queue = crowd
     lent: list[Any] = []
-    mine = FakeDecoder(meanwhile=lambda: lent.append(leftovers.ask("lost")) if not lent else None)
-    owner = Worker("owner", attempts, mine, leftovers)
-    assert tokens(owner.walk.answers(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
+    mine = FakeModel(meanwhile=lambda: lent.append(queue.steal("lost")) if not lent else None)
+    owner = Worker("owner", attempts, mine, queue)
+    assert tokens(owner.decoder.answer(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert len(lent) == 1
     assert sorted(row for part in mine.decoded for row in part) == [f"r{row}" for row in range(8)]
 
 
-def test_without_its_leftovers_a_worker_goes_on_alone(
-    crowd: tuple[AttemptTracker, Leftovers], monkeypatch: pytest.MonkeyPatch
+def test_without_its_steal_queue_a_worker_goes_on_alone(
+    crowd: tuple[AttemptTracker, StealQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempts, leftovers = crowd
-    owner = Worker("owner", attempts, FakeDecoder(), leftovers)
+    attempts, queue = crowd
+    owner = Worker("owner", attempts, FakeModel(), queue)
 
     def gone(*_: Any) -> None:
         raise ray.exceptions.RayActorError
 
-    monkeypatch.setattr(leftovers, "offer", gone)
-    assert tokens(owner.walk.answers(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert not owner.sharing.is_on
-    assert tokens(owner.walk.answers(requests(3))) == [1, 2, 3]
+    monkeypatch.setattr(queue, "share", gone)
+    assert tokens(owner.decoder.answer(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert owner.decoder.steal_queue is None
+    assert tokens(owner.decoder.answer(requests(3))) == [1, 2, 3]

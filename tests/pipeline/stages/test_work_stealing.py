@@ -1,7 +1,7 @@
-"""Leftovers of the last windows: who counts as idle, who gets which part, what is lost with a worker.
+"""StealQueue of the last windows: who counts as idle, who gets which part, what is lost with a worker.
 
 The actor is used as the plain class it is, with a clock of its own; `slow`: a real run on a skewed corpus, and runs
-whose helper, owner or leftovers are killed.
+whose helper, owner or queue are killed.
 """
 
 import json
@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.window_sharing import longest_first
-from pipeline.stages.work_stealing import FIRST_WINDOW_S, FORGOTTEN_AFTER_S, IDLE_AFTER_S, Leftovers, cost, split_parts
+from pipeline.stages.window_decoder import longest_first
+from pipeline.stages.work_stealing import FIRST_WINDOW_S, FORGOTTEN_AFTER_S, IDLE_AFTER_S, StealQueue, cost, split_parts
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
@@ -39,94 +39,94 @@ def answer(name: str) -> dict[str, Completion]:
 
 
 @pytest.fixture
-def board() -> tuple[Leftovers, Clock]:
+def board() -> tuple[StealQueue, Clock]:
     clock = Clock()
-    return Leftovers(clock), clock
+    return StealQueue(clock), clock
 
 
-def test_idle_is_who_has_asked_for_a_while_and_still_asks(board: tuple[Leftovers, Clock]) -> None:
-    leftovers, clock = board
-    leftovers.began("b")
-    assert leftovers.ask("b") is None
-    assert leftovers.num_idle() == 0, "between two windows there is always a moment"
+def test_idle_is_who_has_asked_for_a_while_and_still_asks(board: tuple[StealQueue, Clock]) -> None:
+    queue, clock = board
+    queue.window_begun("b")
+    assert queue.steal("b") is None
+    assert queue.num_idle() == 0, "between two windows there is always a moment"
     clock.now += IDLE_AFTER_S
-    assert leftovers.ask("b") is None
-    assert leftovers.num_idle() == 1
-    leftovers.began("b")
-    assert leftovers.num_idle() == 0
-    leftovers.ask("b")
+    assert queue.steal("b") is None
+    assert queue.num_idle() == 1
+    queue.window_begun("b")
+    assert queue.num_idle() == 0
+    queue.steal("b")
     clock.now += IDLE_AFTER_S
-    leftovers.ask("b")
+    queue.steal("b")
     clock.now += FORGOTTEN_AFTER_S
-    assert leftovers.num_idle() == 0, "it does not ask any more"
+    assert queue.num_idle() == 0, "it does not ask any more"
 
 
-def test_who_waits_for_a_first_window_is_not_idle_for_a_while(board: tuple[Leftovers, Clock]) -> None:
+def test_who_waits_for_a_first_window_is_not_idle_for_a_while(board: tuple[StealQueue, Clock]) -> None:
     """At the start of a run first windows come one by one: none must be cut up for that."""
-    leftovers, clock = board
-    leftovers.began("a")
+    queue, clock = board
+    queue.window_begun("a")
     for _ in range(10):
-        leftovers.ask("a")
-        leftovers.ask("new")
+        queue.steal("a")
+        queue.steal("new")
         clock.now += FIRST_WINDOW_S / 10
-    assert leftovers.num_idle() == 1, "only who has had a window"
-    leftovers.ask("new")
-    assert leftovers.num_idle() == 2, "there is none for it: it came late"
+    assert queue.num_idle() == 1, "only who has had a window"
+    queue.steal("new")
+    assert queue.num_idle() == 2, "there is none for it: it came late"
 
 
-def test_what_comes_between_collect_and_close_is_not_lost(board: tuple[Leftovers, Clock]) -> None:
-    leftovers, _ = board
-    leftovers.offer("k", "a", [part("r0"), part("r1")])
-    loans = [leftovers.ask(name) for name in "bc"]
-    assert leftovers.collect("k").num_lent == 2
-    leftovers.give(loans[0], answer("r0"))
-    leftovers.started("c")
-    assert leftovers.close("k").keys() == {"r0"}, "r1 has no answer: the owner makes it"
+def test_what_comes_between_collect_and_close_is_not_lost(board: tuple[StealQueue, Clock]) -> None:
+    queue, _ = board
+    queue.share("k", "a", [part("r0"), part("r1")])
+    loans = [queue.steal(name) for name in "bc"]
+    assert queue.collect("k").num_stolen == 2
+    queue.complete(loans[0], answer("r0"))
+    queue.worker_started("c")
+    assert queue.close("k").keys() == {"r0"}, "r1 has no answer: the owner makes it"
 
 
-def test_every_part_is_begun_once_and_answers_come_back(board: tuple[Leftovers, Clock]) -> None:
-    leftovers, _ = board
-    leftovers.offer("k", "a", [part("r0"), part("r1"), part("r2"), part("r3")])
-    loan = leftovers.ask("b")
-    assert loan is not None
-    assert [request.id for request in loan.requests] == ["r0"], "what takes longest is first, whoever takes it"
-    assert leftovers.take("k") == 1
-    other = leftovers.ask("c")
+def test_every_part_is_begun_once_and_answers_come_back(board: tuple[StealQueue, Clock]) -> None:
+    queue, _ = board
+    queue.share("k", "a", [part("r0"), part("r1"), part("r2"), part("r3")])
+    stolen = queue.steal("b")
+    assert stolen is not None
+    assert [request.id for request in stolen.requests] == ["r0"], "what takes longest is first, whoever takes it"
+    assert queue.take("k") == 1
+    other = queue.steal("c")
     assert other is not None
-    assert (other.part, leftovers.take("k"), leftovers.take("k"), leftovers.ask("d")) == (2, 3, None, None)
-    assert leftovers.collect("k").num_lent == 2
-    leftovers.give(loan, answer("r0"))
-    found = leftovers.collect("k")
-    assert (found.answers.keys(), found.num_lent) == ({"r0"}, 1)
-    assert leftovers.collect("k").answers == {}, "once"
-    assert leftovers.close("k") == {}, "r2 is still lent: the owner does it"
-    leftovers.give(other, answer("r2"))  # too late, and no harm
+    assert (other.part, queue.take("k"), queue.take("k"), queue.steal("d")) == (2, 3, None, None)
+    assert queue.collect("k").num_stolen == 2
+    queue.complete(stolen, answer("r0"))
+    found = queue.collect("k")
+    assert (found.answers.keys(), found.num_stolen) == ({"r0"}, 1)
+    assert queue.collect("k").answers == {}, "once"
+    assert queue.close("k") == {}, "r2 is still lent: the owner does it"
+    queue.complete(other, answer("r2"))  # too late, and no harm
 
 
-def test_the_largest_offer_is_helped_first(board: tuple[Leftovers, Clock]) -> None:
-    leftovers, _ = board
-    leftovers.offer("small", "a", [part("r0")])
-    leftovers.offer("large", "c", [part("r1"), part("r2")])
-    first, second, third = (leftovers.ask(name) for name in "xyz")
+def test_the_largest_offer_is_helped_first(board: tuple[StealQueue, Clock]) -> None:
+    queue, _ = board
+    queue.share("small", "a", [part("r0")])
+    queue.share("large", "c", [part("r1"), part("r2")])
+    first, second, third = (queue.steal(name) for name in "xyz")
     assert first is not None
-    assert first.offer == "large"
+    assert first.key == "large"
     assert second is not None
     assert third is not None
 
 
 def test_a_part_whose_helper_died_is_lost_and_an_offer_whose_owner_died_is_gone(
-    board: tuple[Leftovers, Clock],
+    board: tuple[StealQueue, Clock],
 ) -> None:
-    leftovers, _ = board
-    leftovers.offer("k", "a", [part("r0"), part("r1")])
-    loan = leftovers.ask("b")
-    assert loan is not None
-    leftovers.started("b")
-    leftovers.give(loan, answer("r0"))  # of the predecessor: nobody may count it twice
-    found = leftovers.collect("k")
-    assert (found.answers, found.num_lent) == ({}, 0)
-    leftovers.started("a")
-    assert leftovers.ask("b") is None
+    queue, _ = board
+    queue.share("k", "a", [part("r0"), part("r1")])
+    stolen = queue.steal("b")
+    assert stolen is not None
+    queue.worker_started("b")
+    queue.complete(stolen, answer("r0"))  # of the predecessor: nobody may count it twice
+    found = queue.collect("k")
+    assert (found.answers, found.num_stolen) == ({}, 0)
+    queue.worker_started("a")
+    assert queue.steal("b") is None
 
 
 @given(
@@ -225,13 +225,13 @@ def test_a_worker_that_dies_while_parts_are_lent_costs_no_row(
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_without_its_leftovers(calm: dict[str, list[int]], tmp_path: Path) -> None:
+def test_a_run_goes_on_without_its_steal_queue(calm: dict[str, list[int]], tmp_path: Path) -> None:
     """Their process is killed in the middle: nothing is shared any more, and no row is lost."""
     driver = start(shared_run(tmp_path), environment(None, tmp_path))
     try:
         wait_for(lambda: list(tmp_path.glob("run/data/status=ok/*.parquet")), driver)
-        (leftovers,) = workers(descendants(driver.pid), "ray::Leftovers")
-        os.kill(leftovers, signal.SIGKILL)
+        (queue,) = workers(descendants(driver.pid), "ray::StealQueue")
+        os.kill(queue, signal.SIGKILL)
         _, err = driver.communicate(timeout=300)
     finally:
         if driver.poll() is None:

@@ -1,0 +1,103 @@
+"""What workers report to the metrics collector, and the collector's running totals. Types only.
+
+`pipeline.report.records` has the same records as Parquet columns.
+"""
+
+from typing import NotRequired, TypedDict
+
+
+class BackendRecord(TypedDict):
+    """Whose kernels a worker decodes with."""
+
+    name: str
+    """As `skipdecode.backends.choice.Choice` has it."""
+    reason: str
+    """What the machine has, and what is amiss with faster ones."""
+
+
+class WorkerRecord(TypedDict):
+    """One start of a worker (`report.records.WORKER_SCHEMA`)."""
+
+    host: str
+    pid: int
+    load_s: float
+    device: str
+    dtype: str
+    backend: BackendRecord
+    ready_at: float
+
+
+class WindowRecord(TypedDict):
+    """A part of a window that a worker took (`report.records.WINDOW_SCHEMA`); times in s since the epoch."""
+
+    started_at: float
+    ended_at: float
+    rows: int
+    failed: int
+    window: int
+    """Numbered from 1 by the worker; 0: a part of another worker's."""
+
+
+class BatchRecord(TypedDict):
+    """What one decoded batch was and cost (`report.records.BATCH_SCHEMA`)."""
+
+    batch: int
+    started_at: float
+    rows: int
+    layers: int
+    prompt_columns: int
+    input_tokens: int
+    output_tokens: int
+    decode_steps: int
+    row_steps: int
+    layers_run: int
+    ffns_run: int
+    layer_row_steps: int
+    cache_bytes: int
+    prefix_tokens_saved: int
+    prefill_s: float
+    decode_s: float
+    score_s: NotRequired[float]
+    draft_s: NotRequired[float]
+    verify_s: NotRequired[float]
+    drafted_at: NotRequired[list[int]]
+    accepted_at: NotRequired[list[int]]
+    split_error: NotRequired[str]
+    full_error: NotRequired[str]
+    # what follows only of a batch that was decoded at full depth too
+    full_output_tokens: NotRequired[int]
+    full_prefill_s: NotRequired[float]
+    full_decode_s: NotRequired[float]
+    predicted_prefill_s: NotRequired[float]
+    predicted_decode_s: NotRequired[float]
+    full_predicted_prefill_s: NotRequired[float]
+    full_predicted_decode_s: NotRequired[float]
+    exact_rows: NotRequired[int]
+    matched_tokens: NotRequired[int]
+    compared_tokens: NotRequired[int]
+
+
+class Counts(TypedDict):
+    """What has been decoded so far in a session."""
+
+    rows: int
+    failed: int
+    input_tokens: int
+    output_tokens: int
+    workers: int
+    restarts: int
+    working_s: float
+    """Since the first worker was ready."""
+
+
+class Pace(TypedDict):
+    """What the batches of a session took, passes at full depth apart."""
+
+    rows: int
+    failed: int
+    output_tokens: int
+    workers: int
+    batches: int
+    pairs: int
+    own_s: float
+    full_s: float

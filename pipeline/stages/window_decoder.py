@@ -1,0 +1,219 @@
+"""Decodes the micro-batch windows of one worker, and keeps the attempt tracker and the collector informed.
+
+The attempt tracker says which rows of a window are decoded together, so that a row that kills workers is found and
+quarantined (`pipeline.stages.attempt_tracker`). Towards the end of a run idle workers steal parts of the windows that
+others still have (`pipeline.stages.work_stealing`). If the steal queue is lost, nothing is shared from then on, and the
+run is otherwise unaffected.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence, Set
+from typing import cast
+
+import ray
+from ray.actor import ActorHandle
+
+from actors.generator import Answer, RowFailure
+from pipeline.cluster.records import BatchRecord
+from pipeline.fault_injection import fault_point
+from pipeline.schema import POISON_ROW
+from pipeline.stages.attempt_tracker import StopRun, WindowPlan
+from pipeline.stages.model_thread import ModelThread
+from pipeline.stages.work_stealing import CollectedAnswers, StolenPart, split_parts
+from skipdecode.engine.request import Request
+
+POLL_S = 0.05, 0.5  # an idle worker asks for work as often as this, at first and after a while
+MIN_SHARED_ROWS = 4  # a part is not split into smaller ones than this
+STEAL_TIMEOUT_S = 20.0  # how long an owner waits for stolen parts, beside three times its own longest part
+
+
+class WindowDecoder:
+    """One worker's windows, parts of windows, and parts that it steals from others."""
+
+    def __init__(
+        self,
+        worker: str,
+        model: ModelThread,
+        attempts: ActorHandle,
+        collector: ActorHandle,
+        steal_queue: ActorHandle | None,
+    ) -> None:
+        """Actor handles of `AttemptTracker`, `MetricsCollector` and `StealQueue`. `steal_queue`: None where nothing is
+        shared."""
+        self.worker, self.model = worker, model
+        self.attempts, self.collector, self.steal_queue = attempts, collector, steal_queue
+        self.num_windows = 0
+        """Windows of its own that this worker has begun."""
+        self.lock = threading.Lock()
+        """Held while a window, or a stolen part, is decoded."""
+        if steal_queue is not None:
+            steal_queue.worker_started.remote(worker)
+
+    def begin_window(self, num_failed: int) -> None:
+        """A window of this worker's own begins; `num_failed` of its rows have failed before they came here."""
+        self.num_windows += 1
+        if self.steal_queue is not None:
+            self.steal_queue.window_begun.remote(self.worker)
+        self._record(time.time(), num_failed, num_failed)
+
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        """One answer per request, in order, decoded as the attempt tracker plans it. StopRun when it ends the run."""
+        by_id = {request.id: request for request in requests}
+        plan: WindowPlan | str = ray.get(self.attempts.begin.remote(self.worker, list(by_id)))
+        if isinstance(plan, str):
+            raise StopRun(plan)
+        quarantined = {row: RowFailure(POISON_ROW, why) for row, why in plan.quarantined.items()}
+        self._record(time.time(), len(quarantined), len(quarantined))
+        if self.steal_queue is not None and plan.is_clear and plan.parts:
+            answers = plan.answers | self._answer_shared([by_id[row] for row in plan.parts[0]])
+        else:
+            answers = self._answer_parts(plan, by_id)
+        answers |= quarantined
+        return [answers[request.id] for request in requests]
+
+    def _answer_parts(self, plan: WindowPlan, by_id: dict[str, Request]) -> dict[str, Answer]:
+        """The answers known before, and those of all parts of the plan. The first part is in hand already."""
+        answers = dict(plan.answers)
+        for number, part in enumerate(plan.parts):
+            if number:
+                ray.get(self.attempts.take.remote(self.worker, part))
+            made: dict[str, Answer] = {}
+            if part:
+                made = self._decode([by_id[row] for row in part], known=answers.keys())
+            else:  # a control: the worker shows that it can decode anything at all
+                self.model.check()
+            self.attempts.decoded.remote(self.worker, made if len(plan.parts) > 1 else None)
+            answers |= made
+        return answers
+
+    def _answer_shared(self, requests: Sequence[Request]) -> dict[str, Answer]:
+        """Answers by row id, decoded batch by batch, the longest first. Once other workers are idle, the batches that
+        are left are offered to them."""
+        left = longest_first(self.model.batches(requests))
+        answers: dict[str, Answer] = {}
+        while left:
+            num_idle = self._num_idle()
+            parts = split_parts(left, 1 + num_idle, MIN_SHARED_ROWS)
+            if num_idle and len(parts) > 1:
+                try:
+                    self._share(parts, answers)
+                except ray.exceptions.RayActorError:
+                    self.steal_queue = None  # if the attempt tracker is lost, the run ends with the next call to it
+                for part in parts:
+                    if part[0].id not in answers:  # a thief may have died of these rows: plan them as a window
+                        answers |= zip((request.id for request in part), self.answer(part), strict=True)
+                return answers
+            answers |= self._take(left.pop(0))
+        return answers
+
+    def _num_idle(self) -> int:
+        if self.steal_queue is None:
+            return 0
+        try:
+            return int(ray.get(self.steal_queue.num_idle.remote()))
+        except ray.exceptions.RayActorError:
+            self.steal_queue = None
+            return 0
+
+    def _share(self, parts: Sequence[Sequence[Request]], answers: dict[str, Answer]) -> None:
+        """Offers the parts to other workers; adds the answers of its own parts and of those that come in time."""
+        queue = self.steal_queue
+        if queue is None:
+            return
+        key, longest_s = uuid.uuid4().hex, 0.0
+        ray.get(queue.share.remote(key, self.worker, parts))
+        while (mine := ray.get(queue.take.remote(key))) is not None:
+            started = time.monotonic()
+            answers |= self._take(parts[mine])
+            longest_s = max(longest_s, time.monotonic() - started)
+            fault_point("sharing")
+        ends_at = time.monotonic() + STEAL_TIMEOUT_S + 3 * longest_s
+        while True:
+            found: CollectedAnswers = ray.get(queue.collect.remote(key))
+            answers |= found.answers
+            if not found.num_stolen or time.monotonic() >= ends_at:
+                break
+            time.sleep(POLL_S[0])
+        answers |= ray.get(queue.close.remote(key))
+
+    def start_stealing(self) -> None:
+        """Starts a thread that takes parts of other workers' windows whenever this worker is idle."""
+        threading.Thread(target=self._steal_loop, daemon=True, name="steal").start()
+
+    def _steal_loop(self) -> None:
+        wait_s = POLL_S[0]
+        while self.steal_queue is not None:
+            time.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, POLL_S[1])
+            if not self.lock.acquire(blocking=False):
+                wait_s = POLL_S[0]
+                continue
+            try:
+                while self.steal():
+                    wait_s = POLL_S[0]
+            except ray.exceptions.RayError:  # the driver has ended the run, or the queue is lost
+                return
+            finally:
+                self.lock.release()
+
+    def steal(self) -> bool:
+        """Decodes a part of another worker's window; False if there was none to take."""
+        queue = self.steal_queue
+        stolen: StolenPart | None = None if queue is None else ray.get(queue.steal.remote(self.worker))
+        if queue is None or stolen is None:
+            return False
+        queue.complete.remote(stolen, self._take(stolen.requests, is_stolen=True))
+        self.attempts.finished.remote(self.worker, "", (), 0)
+        return True
+
+    def _take(self, requests: Sequence[Request], is_stolen: bool = False) -> dict[str, Answer]:
+        """Answers by row id; the attempt tracker knows meanwhile that this worker has the rows in hand."""
+        ray.get(self.attempts.take.remote(self.worker, tuple(request.id for request in requests)))
+        if is_stolen:
+            fault_point("help")
+        answers = self._decode(requests, is_stolen=is_stolen)
+        self.attempts.decoded.remote(self.worker, None)
+        return answers
+
+    def _decode(
+        self, requests: Sequence[Request], known: Set[str] = frozenset(), is_stolen: bool = False
+    ) -> dict[str, Answer]:
+        """Answers by row id. Rows that were answered before (`known`) are not recorded again."""
+        started_at = time.time()
+        for request in requests:
+            fault_point(f"decode {request.id}")
+        result = self.model.decode(requests, may_measure=not is_stolen)
+        answers = {request.id: answer for request, answer in zip(requests, result.answers, strict=True)}
+        fresh = [answer for row, answer in answers.items() if row not in known]
+        failed = sum(isinstance(answer, RowFailure) for answer in fresh)
+        batches = cast("list[BatchRecord]", result.batches)  # `actors` does not know the pipeline's records
+        self._record(started_at, len(fresh), failed, batches, is_stolen)
+        return answers
+
+    def _record(
+        self,
+        started_at: float,
+        rows: int,
+        failed: int,
+        batches: Sequence[BatchRecord] = (),
+        is_stolen: bool = False,
+    ) -> None:
+        """Tells the collector of rows that are done since `started_at` (seconds since the epoch)."""
+        if rows or batches:
+            number = 0 if is_stolen else self.num_windows
+            self.collector.window_done.remote(
+                self.worker,
+                {"started_at": started_at, "ended_at": time.time(), "rows": rows, "failed": failed, "window": number},
+                batches,
+            )
+
+
+def longest_first(batches: Sequence[Sequence[Request]]) -> list[Sequence[Request]]:
+    """Batches by the longest row (prompt and answer) in each, which decides how long a batch takes."""
+    return sorted(
+        batches,
+        key=lambda batch: max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in batch),
+        reverse=True,
+    )
