@@ -65,9 +65,8 @@ def scan_input(
     held = ray.put(listing)
     groups = group_files([file.size_bytes for file in listing.files])
     refs = [task.remote(held, group, config, index_all, sum_ids) for group in groups]
-    scans: list[FileScan] = [
-        scan for scans in gather([ref for ref, _ in refs], "input: scanned", log) for scan in scans
-    ]
+    found: list[list[FileScan]] = gather([ref for ref, _ in refs], "input: scanned", log)
+    scans = list(itertools.chain.from_iterable(found))
     has_own = any(scan.has_own_ids for scan in scans)
     if has_own and not all(scan.is_indexed for scan in scans):
         return scan_input(listing, config, True, log, sum_ids)  # somebody's id may look like a made one

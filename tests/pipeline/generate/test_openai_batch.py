@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.job import SamplingConfig
 from pipeline.generate.openai_batch import count_lines, has_batch_files, write_batch_files
-from pipeline.input import expanded_blocks as expand
+from pipeline.input import expansion
 from pipeline.input.expansion import Expansion
 from pipeline.input.read import read_file
 from pipeline.schema import OUTPUT_SCHEMA
@@ -76,7 +76,7 @@ def test_they_are_on_the_disk_before_they_have_their_names(folder: RunFolder, mo
 @pytest.mark.parametrize("n", [1, 3])
 def test_lines_of_every_kind_have_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """However many rows the reader makes of them, and whatever it could not keep of them."""
-    monkeypatch.setattr(expand, "MAX_DOCUMENT_BYTES", 4000)
+    monkeypatch.setattr(expansion, "MAX_DOCUMENT_BYTES", 4000)
     body = {"prompt": "p", "temperature": 1}
     kinds: dict[str, dict[str, Any]] = {
         "plain": {}, "two": {"body": body | {"n": 2}}, "huge": {"body": body | {"prompt": "x" * 3000, "n": 2}},
