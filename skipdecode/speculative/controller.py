@@ -62,7 +62,7 @@ class Acceptance:
         self._used = set[int]()
 
     def observe(self, sources: Sequence[int], num_accepted: int) -> None:
-        """The drafts of a row: those up to the first refused one say something, the others were made after an error."""
+        """Learns from the drafts of a row, up to the first refused one: the others were made after an error."""
         for i, source in enumerate(sources[: num_accepted + 1]):
             self.rates[source] += SMOOTHING * ((i < num_accepted) - self.rates[source])
             self._used.add(source)
@@ -73,7 +73,7 @@ class Acceptance:
         return num_drafts + 1.0 if rate > 0.999 else (1 - rate ** (num_drafts + 1)) / (1 - rate)
 
     def retry(self) -> None:
-        """Gives sources another chance that were left alone since the last call: texts change."""
+        """Forgets what it knows of sources that were not used since the last call: texts change."""
         self.rates |= {source: rate for source, rate in self._prior.items() if source not in self._used}
         self._used.clear()
 
@@ -91,14 +91,16 @@ class Comparison:
     """Rounds with drafts since the last pause."""
     pays: bool = False
     paused: int = 0
-    """Rounds without drafts that are still to come."""
+    """Plain steps that are left of a pause."""
     pause: int = FIRST_PAUSE
+    """The length of the next pause."""
     reason: Outcome = "slower"
     """Why it pauses."""
 
     @property
     def typical(self) -> float:
-        """The time of a round with drafts; what takes more than twice as long was disturbed by other processes."""
+        """The median time of a round with drafts. One that takes more than twice as long was disturbed by other
+        processes."""
         return median(took for _, took in self.drafted)
 
     @property
@@ -136,10 +138,11 @@ class SpeculationController:
         self.acceptance = Acceptance(mean)
         self._comparisons: dict[int, Comparison] = {}  # by the binary logarithm of the rows
         self._spent_s = self._lost_s = 0.0
-        self._estimated: tuple[int, int, Decision] | None = None  # rows, rounds that it still serves, and it
+        self._estimated: tuple[int, int, Decision] | None = None  # rows, rounds that it still serves, the decision
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
-        """For the next round of so many rows, the median one at decode step `k` with `context` positions."""
+        """Decides on the next round of `rows` rows, which are at decode step `k` in the median and see `context`
+        positions in the mean."""
         if not self.schedule.adaptive:
             return self._estimate(rows, k, context)
         comparison = self._comparison(rows)
@@ -157,7 +160,7 @@ class SpeculationController:
         return estimate
 
     def observe(self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float) -> None:
-        """A round that was decided on gave all rows together `num_tokens`."""
+        """Learns from a round that was decided on, and gave all rows together `num_tokens` tokens."""
         if not self.schedule.adaptive:
             return
         comparison = self._comparison(rows)
@@ -206,7 +209,7 @@ class SpeculationController:
         return self._comparisons.setdefault(rows.bit_length(), Comparison())
 
     def _has_proof(self, rows: int) -> bool:
-        """Whether drafts pay for as many rows or for more of them, which leave less to gain."""
+        """True if drafts pay for about as many rows, or for more of them, which leave less to gain."""
         size = rows.bit_length()
         return any(one.pays for other, one in self._comparisons.items() if other >= size)
 
@@ -215,8 +218,8 @@ class SpeculationController:
         return predicted_s * median(self._comparison(rows).plain or [1.0])
 
     def _estimate(self, rows: int, k: int, context: int) -> Decision:
-        """The number of drafts that gives the most tokens per second; of a schedule that is not adaptive, one at
-        least."""
+        """The drafts that are expected to give the most tokens per second, at least one if the schedule is not
+        adaptive."""
         if self._estimated is not None:
             known_rows, left, known = self._estimated
             if known_rows == rows and left:

@@ -136,6 +136,7 @@ def test_a_run_has_the_rows_of_full_depth(call: Call, tmp_path: Path, tiny_check
     drafts = figures["drafts"]
     assert drafts["accepted"] / drafts["drafted"] == pytest.approx(figures["draft_acceptance"])
     assert len(drafts["acceptance_by_position"]) == 3
+    assert drafts["rounds"]["drafted"] == sum(drafts["rounds"].values()) > 0
     assert drafts["draft_s"] + drafts["verify_s"] <= figures["decode_s"]
     assert all(row["layers_run"] >= 6 * (row["num_generated_tokens"] - 1) for row in ours.values())
     assert figures["layers_per_token"] > 6
