@@ -127,7 +127,7 @@ def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeyp
     assert sizes <= set(ladder(256))
 
 
-def test_the_device_with_the_least_room_decides(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_with_the_least_memory_decides(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are dealt evenly; parts of a batch have the rows of a device alone."""
     made = build(tiny_checkpoint, batch_size=None)
     devices = [torch.device("cuda", number) for number in range(3)]
@@ -291,7 +291,7 @@ def test_cohorts_wait_for_the_memory_of_graphs(
     """Five rows take what six do. Only what is too large for all of it decodes beside it, one cohort at a time."""
     made, seen = build(tiny_checkpoint), []
     wanted = made(some(6, 40)).answers
-    made.graphs = CudaGraphs(made.model, memory, max_rows=8)  # room for a cohort or two, or for none
+    made.graphs = CudaGraphs(made.model, memory, max_rows=8)  # memory for a cohort or two, or for none
     monkeypatch.setattr(
         cohort_scheduler,
         "StaticBatch",

@@ -20,11 +20,11 @@ from tests.support.random_requests import one_by_one, random_requests
 
 
 def pairs(batches: int, fraction: float, first_row: str = "") -> list[int]:
-    turns, found = FullDepthSample(first_row=first_row), []
+    sample, found = FullDepthSample(first_row=first_row), []
     for place in range(batches):
-        is_pair = turns.is_due(fraction)
+        is_pair = sample.is_due(fraction)
         found += [place] * is_pair
-        turns = turns.after("", counts=True, is_pair=is_pair)
+        sample = sample.after("", counts=True, is_pair=is_pair)
     return found
 
 
@@ -47,7 +47,7 @@ def test_the_first_few_and_one_of_each_part(fraction: float, length: int) -> Non
 @pytest.mark.parametrize("fraction", [0.02, 0.05, 0.25, 0.5])
 @pytest.mark.parametrize("workers", [1, 500])
 def test_no_place_in_a_window_is_preferred(fraction: float, workers: int) -> None:
-    """Batches of a window may come longest first: every length has its turns, with many workers at once."""
+    """Batches of a window may come longest first: every length is sampled, with many workers at once."""
     found = [pairs(20_000 // workers, fraction, f"row {worker}" if workers > 1 else "") for worker in range(workers)]
     places = Counter(place % 4 for own in found for place in own if place > max(FIRST_PAIRS))
     assert sorted(places) == [0, 1, 2, 3]
@@ -55,8 +55,8 @@ def test_no_place_in_a_window_is_preferred(fraction: float, workers: int) -> Non
 
 
 def test_the_first_row_of_all_decides() -> None:
-    turns = FullDepthSample().after("a", counts=False, is_pair=False).after("b", counts=True, is_pair=True)
-    assert (turns.batches, turns.counted, turns.pairs, turns.first_row) == (2, 1, 1, "a")
+    sample = FullDepthSample().after("a", counts=False, is_pair=False).after("b", counts=True, is_pair=True)
+    assert (sample.batches, sample.counted, sample.pairs, sample.first_row) == (2, 1, 1, "a")
 
 
 FIGURES = {one.name for one in fields(BatchStats)} - {"batch_rows", "deferred_ffn_rows"}
@@ -157,7 +157,7 @@ def test_a_failing_baseline_costs_no_row(build: Callable[..., Generator], monkey
 
 
 def test_parts_of_another_workers_window_are_not_measured(build: Callable[..., Generator]) -> None:
-    """Nor do they use up the turns of the worker's own batches."""
+    """Nor do they count for the sample of the worker's own batches."""
     generator, requests = build(baseline_fraction=0.01), random_requests(9)
     borrowed = generator(requests, may_measure=False)
     assert borrowed.answers == build()(requests).answers

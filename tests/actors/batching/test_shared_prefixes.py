@@ -60,7 +60,7 @@ def test_a_row_shares_with_whom_it_agrees_longest(groups: list[tuple[int, list[i
     assert share_prefixes(prompts, [own.ends for own in prefixes]) is not None or not any(own.ends for own in prefixes)
 
 
-def test_samples_share_the_whole_prompt_and_templates_their_head() -> None:
+def test_samples_share_the_whole_prompt_and_templates_their_prefix() -> None:
     template = grouped_prompts([(0, [400])], 1)[0]
     documents = [template + end for end in grouped_prompts([(0, [60] * 16)], 2)]
     prompts = [document for document in documents for _ in range(8)]

@@ -1,4 +1,4 @@
-"""The engine without HTTP: both schedulers against the offline generator, turns, limits. Float32."""
+"""The engine without HTTP: both schedulers against the offline generator, steps, limits. Float32."""
 
 from pathlib import Path
 
