@@ -17,11 +17,9 @@ from pipeline.json_size import count_marks
 from pipeline.openai.parameters import (
     MAX_TOKEN_ID,
     BadParameter,
-    chat_sampling_parameters,
-    choice_parameters,
-    is_int,
+    ChatLine,
+    CompletionLine,
     is_token_list,
-    sampling_parameters,
     shown,
 )
 from pipeline.schema import BAD_LINE, BAD_MESSAGES, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
@@ -30,7 +28,7 @@ BATCH_URL: Final = "/v1/completions"
 CHAT_URL: Final = "/v1/chat/completions"
 BATCH_KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
 BATCH_COLUMNS: Final = ("method", "url", "body")
-_IGNORED_KEYS: Final = frozenset({"model", "user"})
+_IGNORED_KEYS: Final = frozenset({"model", "user", "n"})
 
 
 def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
@@ -73,7 +71,7 @@ def line_samples(body: JsonObject) -> int | None:
     n = body.get("n")
     if n is None:
         return None
-    if not is_int(1, MAX_SAMPLES)(n):
+    if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
         raise RowError(BAD_PARAMETERS, f"body.n must be an integer from 1 to {MAX_SAMPLES}, got {shown(n)}")
     return n
 
@@ -124,12 +122,9 @@ def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
 
 def _sampling(body: JsonObject, is_chat: bool, expansion: Expansion) -> str | None:
     """The row's own sampling parameters under the names of `sampling.*`, as JSON; None if it has none."""
-    mine = _IGNORED_KEYS | {"messages" if is_chat else "prompt", "n"}
+    line = ChatLine if is_chat else CompletionLine
     try:
-        wishes = {} if is_chat else choice_parameters(body)
-        mine |= set() if is_chat else {"logprobs", "echo"}
-        mine |= {"max_tokens"} if "max_new_tokens" in wishes else set()
-        own = {**(chat_sampling_parameters(body, mine) if is_chat else sampling_parameters(body, mine)), **wishes}
+        own = line.parse(body, ignored=_IGNORED_KEYS | {"messages" if is_chat else "prompt"}).row_parameters()
     except BadParameter as error:
         raise RowError(BAD_PARAMETERS, f"body.{error}") from error
     samples = line_samples(body) or expansion.samples

@@ -1,28 +1,29 @@
-"""Sampling parameters of OpenAI requests, translated to our names; for batch lines and for the endpoint.
+"""The parameters of OpenAI's completions and chats, checked by pydantic: HTTP requests and batch lines share them.
 
-An unsupported parameter is refused unless its value asks for nothing; null means absent, as in the API. The ranges are
-those of `pipeline.config.job.SamplingConfig`.
+A parameter that this program does not have is refused, unless its value asks for nothing; null means absent, as in the
+API. Prompts and messages are checked elsewhere: `pipeline.service.requests`, `pipeline.input.openai_rows`.
 """
 
 import difflib
 import json
-import sys
-from collections.abc import Callable, Mapping, Set
-from typing import Final, TypeAlias, TypedDict, TypeGuard, cast
+import re
+from collections.abc import Mapping, Set
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, TypeGuard
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.formatting import Json
-
-Neutral: TypeAlias = Mapping[str, tuple[Callable[[object], bool], str]]
-"""Name -> check, and what is allowed."""
 
 MAX_STOPS: Final = 16
 MAX_LOGPROBS: Final = 5  # OpenAI
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
+MAX_INT: Final = 2**63 - 1
 MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
+PositiveInt: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
 
 
 class BadParameter(ValueError):
-    """`name` is the parameter at fault, shortened; `reason` says what is wrong, without the name."""
+    """`name` is the parameter at fault, cut short; `reason` says what is wrong, without the name."""
 
     def __init__(self, name: str, reason: str) -> None:
         name = cut(name)
@@ -30,137 +31,135 @@ class BadParameter(ValueError):
         self.name, self.reason = name, reason
 
 
-class SamplingParameters(TypedDict, total=False):
-    """What a request says about sampling, by the names of `skipdecode.config.sampling.Sampling`."""
+class RequestParameters(BaseModel):
+    """What completions and chats have in common."""
 
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
-    stop: list[str]
-    ignore_eos: bool
+    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
+    NEUTRAL: ClassVar[dict[str, tuple[Json, str]]] = {
+        "presence_penalty": (0, "0"),
+        "frequency_penalty": (0, "0"),
+        "logit_bias": ({}, "empty"),
+    }
+    """Parameters that this program does not have: the one value that is accepted, since it asks for nothing."""
 
+    max_tokens: PositiveInt | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    """-1 and 0: no limit."""
+    seed: Annotated[int, Field(ge=-(2**63), le=MAX_INT)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)] | None = (
+        None
+    )
+    ignore_eos: bool | None = None
 
-def is_int(low: int, high: int = 2**63 - 1) -> Callable[[object], TypeGuard[int]]:
-    def check(value: object) -> TypeGuard[int]:
-        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, value: Json) -> Json:
+        return [value] if isinstance(value, str) else value
 
-    return check
+    @classmethod
+    def parse(cls, body: Mapping[str, Json], ignored: Set[str] = frozenset()) -> Self:
+        """The parameters of a request body, whose `ignored` keys others check; BadParameter names the one at fault."""
+        given = {key: value for key, value in body.items() if value is not None and key not in ignored}
+        for key, value in given.items():
+            if key in cls.NEUTRAL:
+                only, wording = cls.NEUTRAL[key]
+                if value != only or isinstance(value, bool) != isinstance(only, bool):
+                    raise BadParameter(key, f"must be {wording}, got {shown(value)}")
+            elif key not in cls.model_fields:
+                # get_close_matches takes quadratic time, and no long key is a slip of the pen
+                close = difflib.get_close_matches(key, cls.model_fields, n=1) if len(key) < 64 else []
+                raise BadParameter(key, "is not supported; remove it" + (f" (or is it {close[0]}?)" if close else ""))
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            if isinstance(cause := problem.get("ctx", {}).get("error"), BadParameter):
+                raise cause from None
+            # pydantic says "Input should be ..." or "List should have ..."
+            reason = re.sub(r"^\w+ should ", "must ", problem["msg"])
+            if problem["type"] == "missing":
+                raise BadParameter(str(problem["loc"][0]), "is missing") from None
+            raise BadParameter(str(problem["loc"][0]), f"{reason}, got {shown(problem['input'])}") from None
 
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number that is finite as a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_stop(value: object) -> bool:
-    stops = [value] if isinstance(value, str) else value
-    return isinstance(stops, list) and len(stops) <= MAX_STOPS and all(isinstance(s, str) and s for s in stops)
-
-
-# OpenAI name -> (our name, check, what is allowed)
-_SAMPLING_KEYS: Final[Mapping[str, tuple[str, Callable[[object], bool], str]]] = {
-    "max_tokens": ("max_new_tokens", is_int(1), "an integer of at least 1"),
-    "temperature": ("temperature", lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
-    "top_p": ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
-    "top_k": ("top_k", is_int(-1), "an integer of at least 1, or -1 or 0 for no limit"),
-    "seed": ("seed", is_int(-(2**63)), "a 64-bit integer"),
-    "stop": ("stop", _is_stop, f"a non-empty string or a list of up to {MAX_STOPS} of them"),
-    "ignore_eos": ("ignore_eos", lambda v: isinstance(v, bool), "true or false"),
-}
-# Unsupported parameters of completions, which may only have the value that asks for nothing.
-_NEUTRAL_KEYS: Final[Neutral] = {
-    "n": (is_int(1, 1), "1"),
-    "best_of": (is_int(1, 1), "1"),
-    "echo": (lambda v: v is False, "false"),
-    "stream": (lambda v: v is False, "false"),
-    "presence_penalty": (lambda v: _is_number(v) and v == 0, "0"),
-    "frequency_penalty": (lambda v: _is_number(v) and v == 0, "0"),
-    "logit_bias": (lambda v: v == {}, "empty"),
-    "logprobs": (lambda v: False, "null"),
-    "suffix": (lambda v: False, "null"),
-    "stream_options": (lambda v: False, "null"),
-}
-
-
-# The same for chats, where some keys mean something else.
-_NEUTRAL_CHAT_KEYS: Final[Neutral] = {
-    **{key: value for key, value in _NEUTRAL_KEYS.items() if key not in ("best_of", "echo", "suffix")},
-    "logprobs": (lambda v: v is False, "false"),
-    "top_logprobs": (is_int(0, 0), "0"),
-    "tools": (lambda v: v == [], "empty: tools are not supported"),
-    "tool_choice": (lambda v: v == "none", '"none": tools are not supported'),
-    "parallel_tool_calls": (lambda v: isinstance(v, bool), "true or false"),
-    "response_format": (lambda v: v == {"type": "text"}, '{"type": "text"}: other formats are not supported'),
-    "modalities": (lambda v: v == ["text"], '["text"]'),
-    "store": (lambda v: v is False, "false"),
-}
-
-
-def chat_sampling_parameters(body: Mapping[str, Json], others: Set[str]) -> SamplingParameters:
-    """`sampling_parameters` of a chat, where `max_completion_tokens` is another name for `max_tokens` and wins over
-    it."""
-    most = body.get("max_completion_tokens")
-    if most is not None and not is_int(1)(most):
-        raise BadParameter("max_completion_tokens", f"must be an integer of at least 1, got {shown(most)}")
-    own = sampling_parameters(body, others | {"max_completion_tokens"}, _NEUTRAL_CHAT_KEYS)
-    return own if most is None else {**own, "max_new_tokens": most}
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that the request sets, by the names of `skipdecode.config.sampling.Sampling`."""
+        own = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "seed": self.seed,
+            "stop": self.stop,
+            "ignore_eos": self.ignore_eos,
+        }
+        return {name: value for name, value in own.items() if value is not None}
 
 
-def sampling_parameters(
-    body: Mapping[str, Json],
-    others: Set[str],
-    neutral: Mapping[str, tuple[Callable[[object], bool], str]] = _NEUTRAL_KEYS,
-) -> SamplingParameters:
-    """What `body` says about sampling, as keys of `Sampling`; BadParameter for anything else.
+class CompletionParameters(RequestParameters):
+    NEUTRAL = RequestParameters.NEUTRAL | {"best_of": (1, "1"), "suffix": (None, "null")}
 
-    `others` are keys that the caller handles, `neutral` those that may only have a value that asks for nothing.
-    """
-    own: dict[str, Json] = {}
-    for key, value in body.items():
-        if value is None or key in others:
-            continue
-        if key in _SAMPLING_KEYS:
-            name, check, allowed = _SAMPLING_KEYS[key]
-            own[name] = value
-        elif key in neutral:
-            check, allowed = neutral[key]
-        else:
-            # quadratic in the length of the key, and a long one is no misspelling
-            close = difflib.get_close_matches(key, [*_SAMPLING_KEYS, *others], n=1) if len(key) < 64 else []
-            raise BadParameter(key, "is not supported; remove it" + (f" (or is it {close[0]}?)" if close else ""))
-        if not check(value):
-            raise BadParameter(key, f"must be {allowed}, got {shown(value)}")
-    if isinstance(stop := own.get("stop"), str):
-        own["stop"] = [stop]
-    for name in ("temperature", "top_p"):
-        if isinstance(number := own.get(name), int):
-            own[name] = float(number)  # an integer of more than 64 bits would fit no tensor
-    if isinstance(top_k := own.get("top_k"), int):
-        own["top_k"] = max(top_k, 0)
-    return cast(SamplingParameters, own)  # the table has checked every value
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """0: the prompt alone, with `echo`."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-
-def choice_parameters(body: Mapping[str, Json]) -> dict[str, Json]:
-    """What a completions line asks for besides text (`logprobs`, `echo`), as keys of `Sampling`.
-
-    With `echo`, `max_tokens` may be 0, which returns the prompt alone.
-    """
-    logprobs, echo, most = (body.get(name) for name in ("logprobs", "echo", "max_tokens"))
-    if logprobs is not None and not is_int(0, MAX_LOGPROBS)(logprobs):
-        raise BadParameter("logprobs", f"must be an integer from 0 to {MAX_LOGPROBS}, got {shown(logprobs)}")
-    if echo is not None and not isinstance(echo, bool):
-        raise BadParameter("echo", f"must be true or false, got {shown(echo)}")
-    own: dict[str, Json] = {} if logprobs is None else {"logprobs": logprobs}
-    if echo:
-        own["echo"] = True
-        own |= {} if logprobs is None else {"prompt_logprobs": True}
-    if type(most) is int and most == 0:
-        if not echo:
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
             raise BadParameter("max_tokens", "must be at least 1; 0 goes with echo=true only")
-        own["max_new_tokens"] = 0
-    return own
+        return self
+
+
+class ChatParameters(RequestParameters):
+    NEUTRAL = RequestParameters.NEUTRAL | {
+        "tools": ([], "empty: tools are not supported"),
+        "tool_choice": ("none", '"none": tools are not supported'),
+        "response_format": ({"type": "text"}, '{"type": "text"}: other formats are not supported'),
+        "modalities": (["text"], '["text"]'),
+        "store": (False, "false"),
+    }
+
+    max_completion_tokens: PositiveInt | None = None
+    """Another name of `max_tokens`, and wins over it."""
+    parallel_tool_calls: bool | None = None
+    """Without effect, since there are no tools."""
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+BATCH_NEUTRAL: Final[dict[str, tuple[Json, str]]] = {"stream": (False, "false"), "stream_options": (None, "null")}
+
+
+class CompletionLine(CompletionParameters):
+    """A line of a batch file for completions."""
+
+    NEUTRAL = CompletionParameters.NEUTRAL | BATCH_NEUTRAL
+
+    def row_parameters(self) -> dict[str, Any]:
+        """What the line sets, by the keys of `sampling`: for the text, and for scores and the echo beside it."""
+        own = self.sampling()
+        if self.logprobs is not None:
+            own["logprobs"] = self.logprobs
+        if self.echo:
+            own |= {"echo": True} | ({} if self.logprobs is None else {"prompt_logprobs": True})
+        return own
+
+
+class ChatLine(ChatParameters):
+    """A line of a batch file for chats."""
+
+    NEUTRAL = ChatParameters.NEUTRAL | BATCH_NEUTRAL | {"logprobs": (False, "false"), "top_logprobs": (0, "0")}
+
+    def row_parameters(self) -> dict[str, Any]:
+        return self.sampling()
 
 
 def is_token_list(value: object) -> TypeGuard[list[int]]:
@@ -169,7 +168,7 @@ def is_token_list(value: object) -> TypeGuard[list[int]]:
 
 
 def shown(value: object) -> str:
-    """A JSON value for an error message, shortened; only as much of it is serialised as is shown."""
+    """A JSON value in an error message, cut short; no more of it is encoded than is shown."""
     text = ""
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
         text += part

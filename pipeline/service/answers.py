@@ -1,195 +1,177 @@
-"""What goes back over HTTP: completions, stream chunks, models, as OpenAI has them. Pure functions and text.
+"""What goes back over HTTP: completions and chats, whole or as the chunks of a stream, as OpenAI has them.
 
-How a chat is written: `chat`.
+Pure functions of the engine's progress; when something is sent is decided in `responses`. Tool calls are not supported.
 """
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
-from typing import NotRequired, TypeAlias, TypedDict, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from actors.serving.engine import Progress
 from actors.serving.text_stream import TextStream
-from pipeline.openai.logprobs import (
-    Decode,
-    LogprobsBody,
-    TextOffsets,
-    add_logprob,
-    add_prompt,
-    empty_logprobs,
-)
-from pipeline.service.parse import AskedRequest
+from pipeline.openai.logprobs import Decode, TextOffsets, add_logprob, add_prompt, empty_logprobs, token_name
+from pipeline.service.requests import ChatRequest, CompletionRequest
 from skipdecode.engine.request import Request
+from skipdecode.engine.results import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
-
-
-class ChatLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    """Of the text in UTF-8; None for a token without one (special tokens, parts of a character)."""
-    top_logprobs: NotRequired[list["ChatLogprob"]]
-
-
-class ChatLogprobs(TypedDict):
-    """One entry per token."""
-
-    content: list[ChatLogprob]
-
-
-Logprobs: TypeAlias = LogprobsBody | ChatLogprobs
-
-
-class ChoiceBody(TypedDict):
-    """An entry of `choices`."""
-
-    index: int
-    text: str
-    logprobs: Logprobs | None
-    finish_reason: str | None
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
-    layers: NotRequired[list[tuple[str, int]]]
-    """Pieces of the text, each with the layers of its token."""
-
-
-class Usage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionBody(TypedDict):
-    """An answer, or a chunk of one."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChoiceBody]
-    usage: NotRequired[Usage]
-
-
-class ModelCard(TypedDict):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int
-    has_chat_template: bool
-    """Extension, as `max_model_len` is."""
+Body: TypeAlias = dict[str, Any]
+"""A JSON object to be sent."""
 
 
 class Choice:
-    """The answer to one prompt as it grows."""
+    """One of the answers to a request, as it grows."""
 
-    def __init__(self, index: int, request: Request, asked: AskedRequest, decode: Decode) -> None:
-        self.index, self.request, self.asked = index, request, asked
-        self._decode = decode
-        self._stream = TextStream(decode, request.sampling.stop)
-        self._offsets = TextOffsets(decode)
-        self.tokens: list[int] = []
-        self.layers: list[int] = []
-        self.finish_reason: str | None = None
-        self._has_begun = False
+    def __init__(self, index: int, request: Request, asked: CompletionRequest | ChatRequest, decode: Decode) -> None:
+        self.request, self.num_tokens = request, 0
+        self._index, self._asked, self._decode = index, asked, decode
+        self._is_chat = isinstance(asked, ChatRequest)
+        self._echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
         self._is_prompt_only = asked.max_tokens == 0
+        self._stream, self._offsets = TextStream(decode, request.sampling.stop), TextOffsets(decode)
+        self._has_begun = False
 
-    def take(self, progress: Progress) -> ChoiceBody:
-        """A `choices` entry with what is new: text, log-probabilities, tokens, layers."""
-        logprobs = None if self.asked.logprobs is None else empty_logprobs()
+    def take(self, progress: Progress) -> Body:
+        """An entry of `choices` with what is new: text, log-probabilities, tokens, layers."""
         is_first, self._has_begun = not self._has_begun, True
-        text = self._begin(progress, logprobs) if is_first and self.asked.echo else ""
-        pieces: list[tuple[str, int]] = []
-        for number, token in enumerate([] if self._is_prompt_only else progress.tokens):
+        tokens = [] if self._is_prompt_only else progress.tokens
+        self.num_tokens += len(tokens)
+        logprobs: Any = None
+        if self._is_chat and self._asked.logprobs:
+            scored = zip(tokens, progress.logprobs, strict=True)
+            logprobs = {"content": [_chat_logprobs(token, one, self._decode) for token, one in scored]}
+        elif not self._is_chat and self._asked.logprobs is not None:
+            logprobs = empty_logprobs()
+        text = ""
+        if is_first and self._echoes:
+            text = self._decode(self.request.prompt_tokens)
+            self._offsets = TextOffsets(self._decode, len(text))
+            if logprobs is not None:
+                add_prompt(logprobs, self.request.prompt_tokens, progress.prompt_logprobs, self._decode)
+        pieces: list[tuple[str, int]] = []  # of the text, each with the layers of its token
+        for number, token in enumerate(tokens):
             piece = self._stream.push(token)
             text += piece
             pieces.append((piece, progress.layers[number]))
-            if logprobs is not None:
+            if logprobs is not None and not self._is_chat:
                 add_logprob(logprobs, token, progress.logprobs[number], self._offsets.next(token), self._decode)
-        self.tokens += progress.tokens
-        self.layers += progress.layers
-        if progress.finish_reason is not None:
-            self.finish_reason = "length" if self._is_prompt_only else progress.finish_reason
-            rest = "" if self._is_prompt_only else self._stream.finish()
+        finish_reason = progress.finish_reason
+        if finish_reason is not None and self._is_prompt_only:
+            finish_reason = "length"
+        elif finish_reason is not None and (rest := self._stream.finish()):
             text += rest
-            if rest and pieces:
+            if pieces:
                 pieces[-1] = (pieces[-1][0] + rest, pieces[-1][1])
-        entry: ChoiceBody = {
-            "index": self.index, "text": text, "logprobs": logprobs, "finish_reason": self.finish_reason
-        }  # fmt: skip
-        if self.asked.return_token_ids:
+        entry: Body = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._asked.return_token_ids:
             if is_first:
                 entry["prompt_token_ids"] = list(self.request.prompt_tokens)
-            entry["token_ids"] = [] if self._is_prompt_only else list(progress.tokens)
-        if self.asked.return_layers:
+            entry["token_ids"] = list(tokens)
+        if self._asked.return_layers:
             entry["layers"] = pieces
         return entry
 
-    def _begin(self, progress: Progress, logprobs: LogprobsBody | None) -> str:
-        """The prompt, which is echoed; its log-probabilities go to `logprobs`."""
-        text = self._decode(self.request.prompt_tokens)
-        self._offsets = TextOffsets(self._decode, len(text))
-        if logprobs is not None:
-            add_prompt(logprobs, self.request.prompt_tokens, progress.prompt_logprobs, self._decode)
-        return text
+
+def _chat_logprobs(token: int, scored: TokenLogprobs, decode: Decode) -> Body:
+    """The entry of one token in `logprobs.content`."""
+
+    def entry(token: int, logprob: float) -> Body:
+        text, name = decode([token]), token_name(token, decode)
+        return {"token": name, "logprob": logprob, "bytes": list(text.encode()) if name == text else None}
+
+    return entry(token, scored.logprob) | {"top_logprobs": [entry(*other) for other in scored.top]}
 
 
-def merged(entries: Sequence[ChoiceBody]) -> ChoiceBody:
-    """One `choices` entry from those of a whole answer, in order."""
-    whole = entries[0].copy()
+def merged(entries: Sequence[Body]) -> Body:
+    """One `choices` entry from consecutive ones of the same answer."""
+    whole = dict(entries[0])
     for entry in entries[1:]:
-        whole["text"] += entry["text"]
+        for key in {"text", "token_ids", "layers"} & entry.keys():
+            whole[key] = whole[key] + entry[key]
         whole["finish_reason"] = entry["finish_reason"]
-        if "token_ids" in whole:
-            whole["token_ids"] = whole["token_ids"] + entry["token_ids"]
-        if "layers" in whole:
-            whole["layers"] = whole["layers"] + entry["layers"]
-        if whole["logprobs"] is not None and entry["logprobs"] is not None:
-            whole["logprobs"] = _joined(whole["logprobs"], entry["logprobs"])
+        if whole["logprobs"] is not None:
+            whole["logprobs"] = {name: values + entry["logprobs"][name] for name, values in whole["logprobs"].items()}
     return whole
 
 
-def _joined(first: Logprobs, second: Logprobs) -> Logprobs:
-    """Of one kind: lists by the same names, one behind the other."""
-    lists, more = cast(dict[str, list[object]], first), cast(dict[str, list[object]], second)
-    return cast(Logprobs, {name: lists[name] + more[name] for name in lists})
-
-
-def is_news(entry: ChoiceBody) -> bool:
-    """Whether a stream should show it: half a character is none, but what is asked about its tokens is."""
+def is_news(entry: Body) -> bool:
+    """Whether a stream should send the entry: half a character shows nothing, but what was asked about it does."""
     scored = entry["logprobs"] and any(entry["logprobs"].values())
     return bool(entry["text"] or entry["finish_reason"] or entry.get("token_ids") or entry.get("layers") or scored)
 
 
-def usage(choices: Sequence[Choice]) -> Usage:
-    """A prompt counts once, however many answers it has."""
-    prompt = sum(len(choice.request.prompt_tokens) for choice in choices[:: choices[0].asked.num_answers])
-    completion = sum(0 if choice.asked.max_tokens == 0 else len(choice.tokens) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+class CompletionAnswer:
+    """The answer to a request for completions."""
+
+    ID, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, asked: CompletionRequest | ChatRequest, requests: Sequence[Request], model: str, decode: Decode
+    ) -> None:
+        self.asked = asked
+        self.choices = [Choice(number, request, asked, decode) for number, request in enumerate(requests)]
+        self._id, self._created, self._model = f"{self.ID}-{secrets.token_hex(12)}", int(time.time()), model
+
+    def whole(self, entries: Sequence[Body]) -> Body:
+        return self._body(self.WHOLE, entries) | {"usage": self._usage()}
+
+    def chunks(self, entries: Sequence[Body]) -> Iterator[Body]:
+        """The events for new entries."""
+        yield self._body(self.CHUNK, entries)
+
+    def usage_chunk(self) -> Body:
+        """The event with the usage, after all others."""
+        return self._body(self.CHUNK, []) | {"usage": self._usage()}
+
+    def _body(self, kind: str, choices: Sequence[Body]) -> Body:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return head | {"choices": list(choices)}
+
+    def _usage(self) -> Body:
+        """A prompt counts once, however many answers it has."""
+        prompt = sum(len(choice.request.prompt_tokens) for choice in self.choices[:: self.asked.n or 1])
+        completion = sum(choice.num_tokens for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-class Envelope:
-    """What all chunks of an answer have in common."""
+class ChatAnswer(CompletionAnswer):
+    """The answer to a chat: a message, or deltas of which the first holds the role."""
 
-    def __init__(self, model: str) -> None:
-        self._id, self._created, self._model = f"cmpl-{secrets.token_hex(12)}", int(time.time()), model
+    ID, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def body(self, choices: Sequence[ChoiceBody], counts: Usage | None = None) -> CompletionBody:
-        body: CompletionBody = {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": list(choices),
-        }
-        if counts is not None:
-            body["usage"] = counts
-        return body
+    def __init__(self, asked: ChatRequest, requests: Sequence[Request], model: str, decode: Decode) -> None:
+        super().__init__(asked, requests, model, decode)
+        self._begun: set[int] = set()
+
+    def whole(self, entries: Sequence[Body]) -> Body:
+        return super().whole([_without_text(e) | {"message": _message(e["text"])} for e in entries])
+
+    def chunks(self, entries: Sequence[Body]) -> Iterator[Body]:
+        newcomers = [entry["index"] for entry in entries if entry["index"] not in self._begun]
+        self._begun.update(newcomers)
+        if newcomers:
+            yield self._body(
+                self.CHUNK,
+                [{"index": n, "delta": _message(""), "logprobs": None, "finish_reason": None} for n in newcomers],
+            )
+        deltas = ({"content": entry["text"]} if entry["text"] else {} for entry in entries)
+        yield self._body(
+            self.CHUNK, [_without_text(e) | {"delta": delta} for e, delta in zip(entries, deltas, strict=True)]
+        )
 
 
-def model_card(name: str, created: int, context: int, has_chat: bool) -> ModelCard:
+def _message(content: str) -> Body:
+    return {"role": "assistant", "content": content, "refusal": None}
+
+
+def _without_text(entry: Body) -> Body:
+    return {key: value for key, value in entry.items() if key != "text"}
+
+
+def model_card(name: str, created: int, context: int, has_chat: bool) -> Body:
+    """An entry of `/v1/models`; `max_model_len` and `has_chat_template` are extensions."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "skipdecode-ray",
         "max_model_len": context, "has_chat_template": has_chat,

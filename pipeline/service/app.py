@@ -19,7 +19,7 @@ from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, c
 from pipeline.cluster.node_backends import look, why_by_torch
 from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.formatting import Json
-from pipeline.service.api_keys import read_keys
+from pipeline.service.auth import read_keys
 from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.metrics import RayMetrics, scrape
@@ -50,7 +50,7 @@ class Completions:
         freeze_gc()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self.endpoint, self.metrics, partial(scrape, serve.get_replica_context().app_name))
+        return create_app(self.endpoint, self.metrics.answered, partial(scrape, serve.get_replica_context().app_name))
 
     def check_health(self) -> None:
         """Called by Ray every two seconds; a replica whose engine is dead is replaced."""

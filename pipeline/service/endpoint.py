@@ -8,7 +8,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from actors.generator import Generator, GeneratorConfig
 from actors.serving.engine import Engine, Progress
 from actors.serving.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.serving.scheduler import EngineConfig, Ticket
-from pipeline.service import errors
 from pipeline.service.config import ServeConfig
 from pipeline.service.engine_requests import Prompts
 from pipeline.service.errors import ApiError
@@ -94,9 +93,9 @@ class Answering:
             raise StopAsyncIteration
         progress = await self._arrived.get()
         if progress.is_dead:
-            raise errors.unavailable(f"the engine has ended: {progress.error}", "engine_dead")
+            raise ApiError.unavailable(f"the engine has ended: {progress.error}", "engine_dead")
         if progress.error is not None:
-            raise errors.engine_error(f"the request could not be decoded: {progress.error}")
+            raise ApiError.engine_error(f"the request could not be decoded: {progress.error}")
         self._num_open -= progress.finish_reason is not None
         return self._numbers[progress.ticket], progress
 
@@ -138,10 +137,6 @@ class Endpoint:
         self._waiting: dict[Ticket, Answering] = {}
         self._by_client: Counter[str] = Counter()
 
-    @property
-    def tokenizer_decode(self) -> Callable[[Sequence[int]], str]:
-        return self.generator.tokenizer.decode
-
     def check(self) -> None:
         """`EngineDead` when the replica is of no use any more."""
         self.thread.check()
@@ -152,14 +147,14 @@ class Endpoint:
     def refuse(self) -> None:
         """ApiError where a request would not be taken, whatever it says; costs nothing, so that an overload is none."""
         if self.is_draining:
-            raise errors.unavailable("the server is shutting down", "draining")
+            raise ApiError.unavailable("the server is shutting down", "draining")
         try:
             self.check()
         except EngineDead as error:
-            raise errors.unavailable(f"the engine has ended: {error}", "engine_dead") from error
+            raise ApiError.unavailable(f"the engine has ended: {error}", "engine_dead") from error
         if (waiting := self.thread.num_waiting) >= self.config.limits.max_waiting:
             full = Overloaded(waiting, self.thread.retry_after_s())
-            raise errors.overloaded(str(full), full.retry_after_s)
+            raise ApiError.overloaded(str(full), full.retry_after_s)
 
     @asynccontextmanager
     async def answering(self, requests: Sequence[Request], client: str = "") -> AsyncIterator[Answering]:
@@ -172,7 +167,7 @@ class Endpoint:
         if limit is not None and self._by_client[client] + len(requests) > limit:
             mine = self._by_client[client]
             message = f"{mine} prompts of yours are being answered (limits.max_client_prompts is {limit})"
-            raise errors.overloaded(message, self.thread.retry_after_s(len(requests)))
+            raise ApiError.overloaded(message, self.thread.retry_after_s(len(requests)))
         self._loop = asyncio.get_running_loop()
         answering = Answering(requests)
 
@@ -183,9 +178,9 @@ class Endpoint:
         try:
             self.thread.submit(requests, begin)
         except Overloaded as error:
-            raise errors.overloaded(str(error), error.retry_after_s) from error
+            raise ApiError.overloaded(str(error), error.retry_after_s) from error
         except EngineDead as error:
-            raise errors.unavailable(f"the engine has ended: {error}", "engine_dead") from error
+            raise ApiError.unavailable(f"the engine has ended: {error}", "engine_dead") from error
         except ValueError as error:  # what only the schedule can know, e.g. max_tokens under its layers
             raise ApiError(400, str(error), code="invalid_value") from error
         self.num_answering += 1

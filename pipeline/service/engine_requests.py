@@ -1,6 +1,6 @@
-"""What was asked, as requests of the engine: texts and messages to tokens, sampling, and what the model cannot take.
+"""HTTP requests to engine requests: prompts and messages to tokens, and a check of what the model cannot take.
 
-From any thread. No Ray.
+Called from any thread. No Ray.
 """
 
 import secrets
@@ -12,59 +12,58 @@ from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateError, TemplateRaised
 from pipeline.openai.parameters import BadParameter, cut
-from pipeline.service import errors
 from pipeline.service.config import ServeConfig
 from pipeline.service.errors import ApiError
-from pipeline.service.parse import AskedRequest, ChatRequest, CompletionRequest
+from pipeline.service.requests import ChatRequest, CompletionRequest, HttpParameters, Prompt
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 
-CHAT_TOKENS = 256  # of an answer to a chat that names no limit, where there is room; the 16 of a completion are few
+CHAT_TOKENS = 256  # default limit of an answer to a chat; the 16 of a completion are too few
 
 
 class Prompts:
+    """Makes engine requests for one model and configuration; BadParameter or ApiError for what it cannot do."""
+
     def __init__(self, generator: Generator, config: ServeConfig) -> None:
         self.generator, self.config = generator, config
-        self.chat_template, self._chat_trouble = _chat_template(generator)
+        self.chat_template: ChatTemplate | None = None
+        self._no_template = ""
+        source = generator.config.tokenizer or generator.config.source
+        try:
+            self.chat_template = load_chat_template(source, generator.model.config.model_type)
+        except ValueError as error:  # completions still work
+            self._no_template = f" that could be used: {error}"
 
     def of_completion(self, asked: CompletionRequest) -> list[Request]:
-        """What the engine is to decode, one per answer, those to a prompt side by side. From any thread.
-
-        ApiError for what this model cannot.
-        """
+        """One request per answer; the answers to a prompt follow each other."""
         self._check_model(asked)
-        try:
-            prompts = [self._tokens(prompt) for prompt in asked.prompts]
-            sampling = self._sampling(asked, self.config.sampling.max_new_tokens)
-            _check_answers(asked, sampling)
-            for tokens in prompts:
-                self._check_fit(tokens, sampling.max_new_tokens)
-        except BadParameter as error:
-            raise errors.bad_parameter(error) from error
-        scores = asked.echo and asked.logprobs is not None
+        limit = self.config.limits.max_prompts
+        if len(asked.prompt) > limit:
+            raise BadParameter("prompt", f"holds {len(asked.prompt)} prompts, at most {limit} may come in one request")
+        prompts = [self._tokens("prompt", prompt) for prompt in asked.prompt]
+        sampling = self._sampling(asked, self.config.sampling.max_new_tokens)
+        self._check_n(asked, sampling, 1 if asked.max_tokens == 0 else limit // len(prompts))
+        for tokens in prompts:
+            self._check_fit("prompt", tokens, sampling.max_new_tokens)
+        scores_prompt = bool(asked.echo) and asked.logprobs is not None
         return [
-            Request(row_id, tokens, sampling, asked.logprobs, scores)
+            Request(row_id, tokens, sampling, asked.logprobs, scores_prompt)
             for prompt_id, tokens in zip(_row_ids(asked.row_id, len(prompts)), prompts, strict=True)
-            for row_id in _row_ids(prompt_id, asked.num_answers)
+            for row_id in _row_ids(prompt_id, asked.n or 1)
         ]
 
     def of_chat(self, asked: ChatRequest) -> list[Request]:
-        """The same of a chat, one per answer."""
+        """One request per answer."""
         self._check_model(asked)
-        text = self._rendered(asked)
-        positions = self.generator.model.config.max_position_embeddings
-        try:
-            tokens = self._tokens(text, is_rendered=True)
-            usual = max(self.config.sampling.max_new_tokens, min(CHAT_TOKENS, positions - len(tokens)))
-            sampling = self._sampling(asked, usual)
-            _check_answers(asked, sampling)
-            self._check_fit(tokens, sampling.max_new_tokens)
-        except BadParameter as error:
-            named = BadParameter("messages", error.reason) if error.name == "prompt" else error
-            raise errors.bad_parameter(named) from error
-        return [Request(i, tokens, sampling, asked.logprobs) for i in _row_ids(asked.row_id, asked.num_answers)]
+        tokens = self._tokens("messages", self._rendered(asked), is_rendered=True)
+        room = self.generator.model.config.max_position_embeddings - len(tokens)
+        sampling = self._sampling(asked, max(self.config.sampling.max_new_tokens, min(CHAT_TOKENS, room)))
+        self._check_n(asked, sampling, self.config.limits.max_prompts)
+        self._check_fit("messages", tokens, sampling.max_new_tokens)
+        num_top = (asked.top_logprobs or 0) if asked.logprobs else None
+        return [Request(row_id, tokens, sampling, num_top) for row_id in _row_ids(asked.row_id, asked.n or 1)]
 
-    def _check_model(self, asked: AskedRequest) -> None:
+    def _check_model(self, asked: HttpParameters) -> None:
         if asked.model is not None and asked.model not in (self.config.served_name, self.config.model.source):
             raise ApiError(
                 404,
@@ -75,7 +74,7 @@ class Prompts:
 
     def _rendered(self, asked: ChatRequest) -> str:
         if self.chat_template is None:
-            message = f"the model {self.config.served_name!r} has no chat template{self._chat_trouble}"
+            message = f"the model {self.config.served_name!r} has no chat template{self._no_template}"
             raise ApiError(400, f"{message}; send a prompt to /v1/completions", code="no_chat_template")
         try:
             return self.chat_template.render(asked.messages, now=datetime.now())
@@ -85,55 +84,48 @@ class Prompts:
             message = f"messages: the chat template cannot render them: {error}"
         raise ApiError(400, message, param="messages", code="invalid_value")
 
-    def _tokens(self, prompt: str | list[int], *, is_rendered: bool = False) -> list[int]:
+    def _tokens(self, name: str, prompt: Prompt, *, is_rendered: bool = False) -> list[int]:
+        """The tokens of a prompt, which errors call `name`."""
         if isinstance(prompt, str):
             tokenizer = self.generator.tokenizer
             limit = 2 * tokenizer.max_token_chars * self.generator.model.config.max_position_embeddings
-            if len(prompt) > limit:  # more than could fit, whatever it says
-                raise BadParameter("prompt", f"has {len(prompt)} characters, more than could fit the model's context")
+            if len(prompt) > limit:  # too long whatever it says
+                raise BadParameter(name, f"has {len(prompt)} characters, more than could fit the model's context")
             (tokens,) = (tokenizer.encode_rendered if is_rendered else tokenizer.encode)([prompt])
             if not tokens:
-                raise BadParameter("prompt", "is empty, and this model has no token that begins a text")
+                raise BadParameter(name, "is empty, and this model has no token that begins a text")
             return tokens
         vocabulary = self.generator.model.config.vocab_size
         if max(prompt) >= vocabulary:
-            raise BadParameter("prompt", f"holds token {max(prompt)}, the vocabulary has {vocabulary} tokens")
+            raise BadParameter(name, f"holds token {max(prompt)}, the vocabulary has {vocabulary} tokens")
         return prompt
 
-    def _sampling(self, asked: AskedRequest, usual_tokens: int) -> Sampling:
-        default, own = self.config.sampling, asked.sampling
+    def _sampling(self, asked: HttpParameters, usual_tokens: int) -> Sampling:
+        default, own = self.config.sampling, asked.sampling()
         return Sampling(
-            max_new_tokens=usual_tokens if asked.max_tokens is None else max(asked.max_tokens, 1),
+            max_new_tokens=max(own.get("max_new_tokens", usual_tokens), 1),
             temperature=own.get("temperature", default.temperature),
             top_p=own.get("top_p", default.top_p),
             top_k=own.get("top_k", default.top_k),
-            seed=own.get("seed", secrets.randbits(63)),  # without one every answer is another, as in the API
+            seed=own.get("seed", secrets.randbits(63)),  # without a seed answers differ, as in OpenAI's API
             stop=tuple(own.get("stop", ())),
             ignore_eos=own.get("ignore_eos", False),
         )
 
-    def _check_fit(self, tokens: Sequence[int], max_new_tokens: int) -> None:
+    def _check_n(self, asked: HttpParameters, sampling: Sampling, most: int) -> None:
+        if (n := asked.n or 1) > most:
+            raise BadParameter("n", f"must be an integer from 1 to {most}, got {n}")
+        if n > 1 and sampling.temperature == 0:
+            raise BadParameter("n", f"is {n}, and at temperature 0 all answers are the same")
+
+    def _check_fit(self, name: str, tokens: Sequence[int], max_new_tokens: int) -> None:
         limit = self.generator.model.config.max_position_embeddings
         if len(tokens) + max_new_tokens > limit:
             raise BadParameter(
-                "max_tokens" if len(tokens) < limit else "prompt",
+                "max_tokens" if len(tokens) < limit else name,
                 f"does not fit: the model has {limit} positions, the prompt has {len(tokens)} tokens and max_tokens is "
                 f"{max_new_tokens}; shorten either",
             )
-
-
-def _chat_template(generator: Generator) -> tuple[ChatTemplate | None, str]:
-    """That of the checkpoint; and where it has one that is of no use, why. Completions go on without."""
-    source = generator.config.tokenizer or generator.config.source
-    try:
-        return load_chat_template(source, generator.model.config.model_type), ""
-    except ValueError as error:
-        return None, f" that could be used: {error}"
-
-
-def _check_answers(asked: AskedRequest, sampling: Sampling) -> None:
-    if asked.num_answers > 1 and sampling.temperature == 0:
-        raise BadParameter("n", f"is {asked.num_answers}, and at temperature 0 all answers are the same")
 
 
 def _row_ids(row_id: str, count: int) -> list[str]:

@@ -1,23 +1,12 @@
 """Errors as OpenAI has them: a status, and a body with message, type, param and code."""
 
-from typing import TypedDict
+from typing import Self
 
 from pipeline.openai.parameters import BadParameter
 
 
-class ErrorFields(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(TypedDict):
-    error: ErrorFields
-
-
 class ApiError(Exception):
-    """Ends a request with `status`."""
+    """Ends a request with `status`; the class methods make the usual ones."""
 
     def __init__(
         self,
@@ -30,40 +19,29 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status = status
         self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-    @property
-    def body(self) -> ErrorBody:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+    @classmethod
+    def bad_parameter(cls, error: BadParameter) -> Self:
+        return cls(400, str(error), param=error.name, code="invalid_value")
 
+    @classmethod
+    def overloaded(cls, message: str, retry_after_s: int) -> Self:
+        return cls(429, message, kind="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)
 
-def bad_parameter(error: BadParameter) -> ApiError:
-    return ApiError(400, str(error), param=error.name, code="invalid_value")
+    @classmethod
+    def timed_out(cls, limit_s: float) -> Self:
+        message = f"the answer took longer than {limit_s:g} s (limits.request_timeout_s)"
+        return cls(408, message, kind="timeout_error", code="timeout")
 
+    @classmethod
+    def unavailable(cls, message: str, code: str) -> Self:
+        """The server has a problem that may be over in a moment."""
+        return cls(503, message, kind="server_error", code=code, retry_after_s=1)
 
-def unauthorized(message: str) -> ApiError:
-    return ApiError(401, message, code="invalid_api_key")
-
-
-def overloaded(message: str, retry_after_s: int) -> ApiError:
-    return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)
-
-
-def timed_out(limit_s: float) -> ApiError:
-    return ApiError(
-        408,
-        f"the answer took longer than {limit_s:g} s (limits.request_timeout_s)",
-        kind="timeout_error",
-        code="timeout",
-    )
-
-
-def unavailable(message: str, code: str) -> ApiError:
-    """The server's own trouble, which may be over in a moment."""
-    return ApiError(503, message, kind="server_error", code=code, retry_after_s=1)
-
-
-def engine_error(message: str) -> ApiError:
-    """This request could not be decoded; others could."""
-    return ApiError(500, message, kind="server_error", code="engine_error")
+    @classmethod
+    def engine_error(cls, message: str) -> Self:
+        """This request could not be decoded; others can."""
+        return cls(500, message, kind="server_error", code="engine_error")

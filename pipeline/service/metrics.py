@@ -17,7 +17,7 @@ import ray
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from pipeline.service.endpoint import Endpoint
-from pipeline.service.errors import unavailable
+from pipeline.service.errors import ApiError
 
 PREFIX = "skipdecode_serve_"
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
@@ -26,7 +26,7 @@ SCRAPE_S = 3.0
 
 
 class RayMetrics:
-    """`Observer` of the requests; `update` for the state of the engine, from time to time. Made in a replica."""
+    """`answered` is told of every completion and chat; `update` reads the state of the engine, from time to time."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -110,7 +110,7 @@ async def urls(ask: Callable[[], list[str]]) -> list[str]:
     try:
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(_asked)), SCRAPE_S)
     except TimeoutError:
-        raise unavailable("Ray's head does not say which nodes there are", "head_silent") from None
+        raise ApiError.unavailable("Ray's head does not say which nodes there are", "head_silent") from None
 
 
 def _urls() -> list[str]:

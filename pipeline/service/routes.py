@@ -1,4 +1,4 @@
-"""The HTTP of a replica: its routes, who may call them, and errors as answers. ASGI around an `Endpoint`. No Ray."""
+"""The HTTP routes of a replica, its access checks and error responses: ASGI around an `Endpoint`. No Ray."""
 
 import asyncio
 import time
@@ -11,37 +11,27 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.serving.engine_thread import EngineDead
-from pipeline.openai.parameters import cut
-from pipeline.service import errors
-from pipeline.service.answers import encode, model_card
-from pipeline.service.api_keys import check_key
-from pipeline.service.chat import ChatForm
-from pipeline.service.completions import CompletionForm, Form, Observer, Watch, continued, streamed, whole
+from pipeline.openai.parameters import BadParameter, cut
+from pipeline.service.answers import ChatAnswer, CompletionAnswer, encode, model_card
+from pipeline.service.auth import check_key, check_local
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.errors import ApiError
-from pipeline.service.local_callers import check_local
-from pipeline.service.parse import parse_body, parse_chat, parse_completion
-from skipdecode.engine.request import Request as EngineRequest
+from pipeline.service.requests import ChatRequest, CompletionRequest, parse_body
+from pipeline.service.responses import Observer, Watch, continued, streamed, whole
 
-SMALL_BODY_BYTES = 8 << 10  # milliseconds of tokenizing, in the event loop; a larger body is read beside it
+SMALL_BODY_BYTES = 8 << 10  # takes milliseconds to tokenize
 PAGE = Path(__file__).with_name("page.html")
-CUT_S = 5.0  # beyond limits.request_timeout_s, in which a stream may say that it has taken too long
-Read = Callable[[bytes], tuple[Form, list[EngineRequest]]]
+CUT_S = 5.0  # after limits.request_timeout_s, for a stream to send its last event
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-class NoObserver:
-    def answered(self, status: int, ttft_s: float | None, total_s: float) -> None:
-        """Nobody listens."""
 
 
 def create_app(
     endpoint: Endpoint, observer: Observer | None = None, metrics: Callable[[], Awaitable[str]] | None = None
 ) -> FastAPI:
-    """`metrics` gives Prometheus text for `GET /metrics`."""
+    """The application; `metrics` returns the Prometheus text of `GET /metrics`."""
     app = FastAPI(title="skipdecode", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(CountResponses, endpoint=endpoint)
-    routes = Routes(endpoint, observer or NoObserver(), metrics)
+    routes = Routes(endpoint, observer or (lambda *_: None), metrics)
     app.post("/v1/completions")(routes.completions)
     app.post("/v1/chat/completions")(routes.chat)
     app.get("/v1/models")(routes.models)
@@ -66,36 +56,54 @@ class Routes:
         self._card = model_card(self._config.served_name, int(time.time()), positions, has_chat)
 
     async def completions(self, request: Request) -> Response:
-        return await self._guarded(request, self._read, SMALL_BODY_BYTES)
+        return await self._respond(request, self._read_completion, SMALL_BODY_BYTES)
 
     async def chat(self, request: Request) -> Response:
-        return await self._guarded(request, self._read_chat, 0)  # a template takes its time
+        return await self._respond(request, self._read_chat, 0)  # rendering a template takes time
 
-    async def _guarded(self, request: Request, read: Read, small_bytes: int) -> Response:
-        """Who may, while there is room, and not for ever. Bodies of up to `small_bytes` are read in the event loop."""
-        client = self._check(request)
+    async def _respond(self, request: Request, read: Callable[[bytes], CompletionAnswer], small_bytes: int) -> Response:
+        """Checks the caller, the queue and the clock around one request. Bodies of up to `small_bytes` are read in the
+        event loop, larger ones in a thread."""
+        client = self._check_caller(request)
         watch, limit_s = Watch(self._observer), self._config.limits.request_timeout_s
         ends_at = asyncio.get_running_loop().time() + limit_s
         try:
             self._endpoint.refuse()
-            try:
-                async with asyncio.timeout_at(ends_at):
-                    body = await read_body(request, self._config.limits.max_body_bytes)
-                    is_small = len(body) <= small_bytes
-                    form, requests = read(body) if is_small else await asyncio.to_thread(read, body)
-                    return await self._answer(form, requests, client, watch, ends_at)
-            except TimeoutError:
-                raise errors.timed_out(limit_s) from None
+            async with asyncio.timeout_at(ends_at):
+                body = await read_body(request, self._config.limits.max_body_bytes)
+                answer = read(body) if len(body) <= small_bytes else await asyncio.to_thread(read, body)
+                if not answer.asked.stream:
+                    return reply(await whole(self._endpoint, answer, client, watch))
+                stream = streamed(self._endpoint, answer, client, watch, ends_at)
+                # the first event decides the status: an overloaded server answers 429 and does not stream it
+                first = await anext(stream)
+                return TimedStream(continued(first, stream), ends_at + CUT_S)
+        except TimeoutError:
+            watch.end(408)
+            raise ApiError.timed_out(limit_s) from None
+        except BadParameter as error:
+            watch.end(400)
+            raise ApiError.bad_parameter(error) from error
         except ApiError as error:
             watch.end(error.status)
             raise
 
+    def _read_completion(self, body: bytes) -> CompletionAnswer:
+        asked = CompletionRequest.parse(parse_body(body))
+        requests = self._endpoint.prompts.of_completion(asked)
+        return CompletionAnswer(asked, requests, self._config.served_name, self._endpoint.generator.tokenizer.decode)
+
+    def _read_chat(self, body: bytes) -> CompletionAnswer:
+        asked = ChatRequest.parse(parse_body(body))
+        requests = self._endpoint.prompts.of_chat(asked)
+        return ChatAnswer(asked, requests, self._config.served_name, self._endpoint.generator.tokenizer.decode)
+
     async def models(self, request: Request) -> Response:
-        self._check(request)
+        self._check_caller(request)
         return reply({"object": "list", "data": [self._card]})
 
     async def model(self, request: Request, name: str) -> Response:
-        self._check(request)
+        self._check_caller(request)
         if name != self._config.served_name:
             message = f"the model {cut(repr(name))} does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -113,7 +121,7 @@ class Routes:
         return reply(state | {"status": "ok"})
 
     async def prometheus(self, request: Request) -> Response:
-        self._check(request)
+        self._check_caller(request)
         if self._metrics is None:
             raise ApiError(404, "metrics come from Ray, and this server runs without it")
         return Response(await self._metrics(), media_type="text/plain; version=0.0.4")
@@ -121,33 +129,13 @@ class Routes:
     async def page(self) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
-    def _check(self, request: Request) -> str:
-        """Who asks: a key, or a peer. ApiError for whoever may not."""
+    def _check_caller(self, request: Request) -> str:
+        """The client that asks: its key's digest, without keys its address; ApiError 401 or 403 if it may not."""
         peer = request.client.host if request.client else None
         if digests := self._endpoint.spec.key_digests:
             return check_key(digests, request.headers.get("authorization")).hex()
         check_local(peer, request.headers.items())
         return peer or ""
-
-    def _read(self, body: bytes) -> tuple[Form, list[EngineRequest]]:
-        asked = parse_completion(parse_body(body), self._config.limits.max_prompts)
-        form = CompletionForm(asked, self._config.served_name, self._endpoint.tokenizer_decode)
-        return form, self._endpoint.prompts.of_completion(asked)
-
-    def _read_chat(self, body: bytes) -> tuple[Form, list[EngineRequest]]:
-        asked = parse_chat(parse_body(body), self._config.limits.max_prompts)
-        form = ChatForm(asked, self._config.served_name, self._endpoint.tokenizer_decode)
-        return form, self._endpoint.prompts.of_chat(asked)
-
-    async def _answer(
-        self, form: Form, requests: list[EngineRequest], client: str, watch: Watch, ends_at: float
-    ) -> Response:
-        if not form.asked.stream:
-            return reply(await whole(self._endpoint, form, requests, client, watch))
-        stream = streamed(self._endpoint, form, requests, client, watch, ends_at)
-        # the first event decides the status: an overloaded server says so, it does not stream it
-        first = await anext(stream)
-        return TimedStream(continued(first, stream), ends_at + CUT_S)
 
 
 async def on_api_error(_: Request, error: Exception) -> Response:
@@ -166,7 +154,7 @@ async def on_error(_: Request, error: Exception) -> Response:
 
 
 class TimedStream(StreamingResponse):
-    """Events, cut off at `ends_at` of the loop's clock where the client has not taken them: what it holds is freed."""
+    """A stream of events that is cut off at `ends_at` of the loop's clock if the client has not read it by then."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], ends_at: float) -> None:
         super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
@@ -184,13 +172,13 @@ class TimedStream(StreamingResponse):
 
 
 class CountResponses:
-    """ASGI around all routes: a drain waits until what has arrived before it is answered to the last byte."""
+    """ASGI middleware that counts open responses: a drain waits until all of them are sent to the last byte."""
 
     def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
         self._app, self._endpoint = app, endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # what comes later is refused, and clients that try again and again must not keep the drain waiting
+        # not while draining: requests are refused then, and clients that keep retrying must not hold up the drain
         if scope["type"] != "http" or self._endpoint.is_draining:
             await self._app(scope, receive, send)
             return
@@ -206,7 +194,7 @@ def reply(body: object, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """ApiError 413 for more than `limit` bytes, before they are all here."""
+    """The body of a request; ApiError 413 as soon as it exceeds `limit` bytes."""
     too_large = ApiError(413, f"the body has more than {limit} bytes (limits.max_body_bytes)", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:

@@ -19,8 +19,8 @@ from pipeline.cluster.ray_logging import SERVE_END, without_printed_lines
 from pipeline.config.job import ConfigError, read_tree, set_key
 from pipeline.config.tree import read_override
 from pipeline.formatting import Json, Log
-from pipeline.service.api_keys import is_loopback, read_keys
 from pipeline.service.app import Completions, make_spec
+from pipeline.service.auth import is_loopback, read_keys
 from pipeline.service.config import ServeFile, load_serve_file
 
 DRAIN_POLL_S = 0.2

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.service.parse import CHAT_KEYS
+from pipeline.service.requests import ChatRequest
 from tests.support.chat_service import ask, client, generator, url
 
 __all__ = ["client", "generator", "url"]  # fixtures
@@ -63,7 +63,7 @@ GOOD = st.fixed_dictionaries(
 
 
 def test_the_fuzzer_knows_every_parameter() -> None:
-    assert LIKELY.keys() | {"messages"} >= CHAT_KEYS
+    assert LIKELY.keys() | {"messages", "top_k", "ignore_eos", "parallel_tool_calls"} >= ChatRequest.model_fields.keys()
 
 
 def fuzzed(url: str, num_examples: int) -> dict[int, int]:

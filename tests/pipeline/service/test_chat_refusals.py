@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from actors.generator import Generator, GeneratorConfig
-from pipeline.service.api_keys import digest
+from pipeline.service.auth import digest
 from tests.support.chat_service import DECODE, USER, ask, client, client_of, generator, refused, url
 from tests.support.service_helpers import local, make_endpoint
 

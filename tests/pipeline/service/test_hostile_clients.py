@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from actors.generator import Generator
 from pipeline.json_size import MAX_MARKS
-from pipeline.service.parse import OWN_KEYS
+from pipeline.service.requests import CompletionRequest
 from tests.support.processes import wait_for
 from tests.support.service_helpers import local, make_endpoint
 from tests.support.sockets import ask, connect, head, status
@@ -187,7 +187,7 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 
 def test_the_fuzzer_knows_every_parameter() -> None:
-    assert LIKELY.keys() >= OWN_KEYS
+    assert LIKELY.keys() >= CompletionRequest.model_fields.keys()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pipeline.service.api_keys import digest
+from pipeline.service.auth import digest
 from tests.support.service_helpers import DEMO, Offline, local, make_endpoint, scripted
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -14,7 +14,7 @@ import pytest
 
 from actors.generator import Generator
 from pipeline.config.job import ConfigError
-from pipeline.service.api_keys import digest, read_keys
+from pipeline.service.auth import digest, read_keys
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint, settle_stall_s
 from pipeline.service.errors import ApiError

@@ -8,7 +8,7 @@ import pytest
 from actors.generator import Generator
 from actors.serving.engine import Progress
 from pipeline.service.answers import Choice
-from pipeline.service.parse import parse_completion
+from pipeline.service.requests import CompletionRequest
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import TokenLogprobs
 from tests.support.service_helpers import local, make_endpoint, post, scripted, slow_down, stream
@@ -100,7 +100,7 @@ def test_the_drawn_token_is_among_the_likeliest(url: str) -> None:
 
 
 def test_of_tokens_with_one_text_the_likelier_counts() -> None:
-    asked = parse_completion({"prompt": [0], "logprobs": 2}, max_prompts=1)
+    asked = CompletionRequest.parse({"prompt": [0], "logprobs": 2})
     choice = Choice(0, Request("", [0]), asked, lambda tokens: "".join("xxyz"[token] for token in tokens))
     scored = TokenLogprobs(-3.0, [(0, -0.5), (1, -1.5)])
     (top,) = choice.take(Progress(None, [2], [6], [scored]))["logprobs"]["top_logprobs"]  # type: ignore[arg-type]
