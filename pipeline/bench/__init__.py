@@ -1,1 +1,1 @@
-"""Speed: the decoder alone, and endpoints under load."""
+"""Benchmarks: the decoder in one process, and HTTP servers under load."""

@@ -1,4 +1,4 @@
-"""`jobs.bench` as a library call: its configuration, and the loop over shapes. First form: this process, one device."""
+"""`skipdecode bench`: decoding or training speed of schedules in this process, on one device."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class BenchConfig(Section):
     work: Literal["decode", "train"] = "decode"
-    """train: an optimiser step on `prompt_tokens` + `new_tokens`; `dtype` is then that of autocast."""
+    """train: measures an optimiser step on `prompt_tokens` + `new_tokens`; `dtype` is then that of autocast."""
     shape: str | None = "opt-125m"
     """A released shape with random weights; or null and `source`."""
     source: str | None = None
@@ -40,13 +40,13 @@ class BenchConfig(Section):
     threads: Annotated[int, Field(ge=1)] | None = None
     """torch threads; null: all cores."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)] | Literal["largest"], ...] = (8, 32)
-    """largest: as many rows as have room at full depth."""
+    """largest: as many rows as fit into memory at full depth."""
     prompt_tokens: tuple[Annotated[int, Field(ge=1)], ...] = (64,)
     """Prompt lengths to measure."""
     new_tokens: Annotated[int, Field(ge=2)] = 64
     """Tokens of an answer."""
     repeats: Annotated[int, Field(ge=1)] = 3
-    """Measurements of each setting, in turns; figures are medians."""
+    """Interleaved measurements of each setting; figures are medians."""
     schedules: tuple[dict[str, JsonValue], ...] = tuple({"method": "skipdecode", "speedup": s} for s in (2, 3, 4, 5))
     """`decode:` mappings to compare with full depth; `prefill: swiftkv` may stand beside their keys."""
 
@@ -56,7 +56,7 @@ def load_bench_config(path: str | None, overrides: list[str]) -> BenchConfig:
 
 
 def run_bench(config: BenchConfig, log: Log, *, profile: bool = False) -> dict[str, Json]:
-    """All shapes; the document for stdout and `benchmarks/results/`. `profile`: the stages of a step, not speed."""
+    """Measures every shape; returns the JSON document. `profile`: the stages of a decode step and not its speed."""
     import torch
 
     from actors.measuring.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
@@ -103,7 +103,7 @@ def run_bench(config: BenchConfig, log: Log, *, profile: bool = False) -> dict[s
 
 
 def _check_training(config: BenchConfig, precision: str, profile: bool) -> None:
-    """ConfigError for what `work: train` does not do."""
+    """ConfigError for settings that `work: train` does not support."""
     if "largest" in config.batch_sizes:
         raise ConfigError("batch_sizes", "largest is for work=decode")
     if profile:
@@ -118,7 +118,7 @@ def _check_training(config: BenchConfig, precision: str, profile: bool) -> None:
 
 
 def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> "Decoder":
-    """Ready for `config.work`; ValueError where schedules, SwiftKV or quantization do not go with it."""
+    """The model, packed for decoding; ValueError if schedules, SwiftKV or quantization do not fit it."""
     import torch
 
     from actors.measuring.bench import random_model
@@ -142,7 +142,7 @@ def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> 
     return model.pack(config.quantization) if config.work == "decode" else model
 
 
-LEFT_OUT = ("new_tokens", "prefill_ms")  # of the table; the document has them
+LEFT_OUT = ("new_tokens", "prefill_ms")  # in the document only, not in the table
 SCHEDULE_WIDTH = 16
 
 

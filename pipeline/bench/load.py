@@ -1,7 +1,7 @@
-"""Open-loop load on a completions endpoint: arrivals by a seeded Poisson process, whatever the server does.
+"""Open-loop load on a completions server: requests arrive by a seeded Poisson process, whatever the server does.
 
-Times count from the moment a request was due, so a server that falls behind cannot hide it. Names of the figures as in
-`vllm bench serve`.
+Latencies count from the time a request was due, so a server that falls behind cannot hide it. The figures have the
+names of `vllm bench serve`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pipeline.formatting import Json
 
 @dataclass(frozen=True)
 class Work:
-    """One request: what is asked, and when it is due."""
+    """One request and the time it is due."""
 
     due_s: float
     prompt: str
@@ -31,7 +31,7 @@ class Work:
 class Outcome:
     work: Work
     status: int = 0
-    """HTTP status; 0: the connection failed."""
+    """HTTP status; 0 if the connection failed."""
     sent_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
@@ -54,25 +54,25 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first; None for an answer of one."""
+        """Seconds per token after the first; None for an answer of one token."""
         assert self.first_s is not None
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of all requests of one load, times in milliseconds; None where no answer has one."""
+    """Figures of one load, times in milliseconds; None where no answer has such a time."""
 
     requests: int
     statuses: dict[str, int]
     request_throughput: float
     """Good answers per second, from the first arrival to the last token."""
     output_throughput: float
-    """New tokens per second, likewise."""
+    """New tokens per second over the same time."""
     goodput: float
-    """Answers per second that kept both limits."""
+    """Answers per second that met both latency limits."""
     late_p99_ms: float | None
-    """How late requests were sent: the load itself is too slow."""
+    """How late requests were sent; a large value means that this client is too slow."""
     p50_ttft_ms: float | None
     p99_ttft_ms: float | None
     p50_tpot_ms: float | None
@@ -84,7 +84,7 @@ class Figures:
 def make_work(
     rate: float, duration_s: float, *, tokens: Sequence[int], weights: Sequence[float], seed: int
 ) -> list[Work]:
-    """Requests due at `rate` per second on average; `max_tokens` drawn from `tokens` by `weights`."""
+    """Requests at `rate` per second on average, with `max_tokens` drawn from `tokens` by `weights`."""
     rng = random.Random(seed)
     prompts = [row["prompt"] for row in make_prompts(512, seed=1)]
     due, work = rng.expovariate(rate), []
@@ -98,7 +98,7 @@ def make_work(
 async def send(
     session: aiohttp.ClientSession, url: str, work: Work, began: float, body: Mapping[str, Json], keep_text: bool
 ) -> Outcome:
-    """One streamed completion, at its time."""
+    """Sends one streamed completion when it is due."""
     await asyncio.sleep(max(0.0, began + work.due_s - time.perf_counter()))
     outcome = Outcome(work, sent_s=time.perf_counter() - began)
     asked = {"prompt": work.prompt, "max_tokens": work.max_tokens, "stream": True, **body}
@@ -139,7 +139,7 @@ async def _read(answer: aiohttp.ClientResponse, outcome: Outcome, began: float, 
 
 
 async def offer(url: str, work: Sequence[Work], body: Mapping[str, Json], *, keep_text: bool = False) -> list[Outcome]:
-    """Sends all of it, each at its time, and waits for the answers."""
+    """Sends every request when it is due and waits for the answers."""
     timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         began = time.perf_counter() + 0.05

@@ -1,6 +1,6 @@
-"""`jobs.bench --serve`: the same load on several servers, one after the other, at rising request rates.
+"""`skipdecode bench --serve`: the same load on several servers, one after the other, at rising request rates.
 
-Each of our servers is a real Ray Serve application; a peer is a command that listens on {port}.
+Our servers are real Ray Serve applications; a peer is any command that listens on {port}.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class ServeBenchConfig(Section):
     weights: tuple[Positive, ...] = ()
     """Shares of `max_tokens`; empty: equal ones."""
     ignore_eos: bool = True
-    """Answers of exactly max_tokens: the same work for every server."""
+    """Makes every answer exactly max_tokens long, so that servers do the same work."""
     slo_ttft_ms: Positive = 500
     """Goodput counts answers whose first token came within this time."""
     slo_tpot_ms: Positive = 50
@@ -85,7 +85,7 @@ def load_serve_bench_config(path: str | None, overrides: list[str]) -> ServeBenc
 
 
 def run_serve_bench(config: ServeBenchConfig, log: Log) -> dict[str, Json]:
-    """One row per system and rate; the document that goes to stdout and into `benchmarks/results/`."""
+    """Measures every system at every rate; returns the JSON document with a row for each."""
     chosen = [system for system in config.systems if not config.only or system.name in config.only]
     rows: list[Json] = []
     with checkpoint(config) as source:
@@ -110,7 +110,7 @@ def run_serve_bench(config: ServeBenchConfig, log: Log) -> dict[str, Json]:
 
 
 def line(system: str, rate: float, found: Figures) -> str:
-    """A row for a human."""
+    """One line of the table."""
     parts = [f"{system:24}", f"rate {rate:g}", f"{found.output_throughput:.0f} tokens/s"]
     parts += [f"goodput {found.goodput:.1f}/s"]
     for name, *values in (
@@ -124,7 +124,7 @@ def line(system: str, rate: float, found: Figures) -> str:
 
 @contextmanager
 def checkpoint(config: ServeBenchConfig) -> Iterator[str]:
-    """The folder of the model; of random weights, with a tokenizer beside them, where a shape is asked for."""
+    """The model's folder; for a `shape`, a temporary one with random weights and a tokenizer."""
     if config.shape is None:
         assert config.source is not None, "config.source"
         yield config.source
@@ -139,7 +139,7 @@ def checkpoint(config: ServeBenchConfig) -> Iterator[str]:
 
 @contextmanager
 def started(system: System, source: str, config: ServeBenchConfig) -> Iterator[str]:
-    """The server, up: its URL."""
+    """Starts the server; yields its URL once it answers."""
     port = _free_port()
     if system.command is not None:
         with _command(system.command, source, port, str(config.args.get("model.dtype", "auto"))) as url:

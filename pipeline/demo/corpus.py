@@ -1,7 +1,7 @@
-"""The demo's prompts: restaurant descriptions to be put into words, in the format of the E2E NLG challenge.
+"""Synthetic prompts for the demo: attributes of restaurants in the format of the E2E NLG challenge.
 
-Names and places are made here from lists of our own; nothing of the E2E data is in the project. `vary_names` puts such
-names into E2E training pairs, so that a small model learns to copy a name instead of knowing thirty of them.
+Names and places are drawn from our own word lists; no E2E data is in the project. `vary_names` puts such names into E2E
+training pairs, so that a small model learns to copy names rather than to memorise the few of the data set.
 """
 
 import random
@@ -43,7 +43,7 @@ PLACES = (
     "Theatre",
 )
 
-# Values of the E2E challenge; an attribute is left out where the draw says so.
+# (attribute, probability, values) of the E2E challenge
 ATTRIBUTES: tuple[tuple[str, float, tuple[str, ...]], ...] = (
     ("eatType", 0.7, ("pub", "restaurant", "coffee shop")),
     ("food", 0.8, ("Chinese", "English", "Fast food", "French", "Indian", "Italian", "Japanese")),
@@ -64,12 +64,12 @@ def restaurant_name(rng: random.Random) -> str:
 
 
 def place_name(rng: random.Random) -> str:
-    """A landmark to be near to, e.g. `Willow Station`."""
+    """A landmark for the attribute `near`, e.g. `Willow Station`."""
     return f"{rng.choice(FIRST)} {rng.choice(PLACES)}" if rng.random() < 0.6 else restaurant_name(rng)
 
 
 def make_prompts(num_rows: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """`num_rows` distinct rows {id, prompt, name}, the same for the same seed."""
+    """Yields `num_rows` distinct rows {id, prompt, name}, determined by `seed`."""
     rng = random.Random(seed)
     seen: set[str] = set()
     while len(seen) < num_rows:
@@ -86,7 +86,7 @@ def make_prompts(num_rows: int, seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 def vary_names(pairs: Iterable[tuple[str, str]], share: float, seed: int) -> Iterator[tuple[str, str]]:
-    """(prompt, response) pairs, in `share` of which name and neighbour are replaced by made ones on both sides."""
+    """The (prompt, response) pairs; in a `share` of them, name and neighbour are replaced on both sides."""
     rng = random.Random(seed)
     for prompt, response in pairs:
         if rng.random() < share:

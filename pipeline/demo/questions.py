@@ -1,7 +1,7 @@
-"""The chat demo's instructions: kinds of task put to subjects, e.g. "Give three tips for someone new to sewing."
+"""Instructions for the chat demo: templates filled with subjects, e.g. "Give three tips for someone new to sewing."
 
-Every text here is ours. `make_questions` never gives one twice, and which ones the demo asks does not depend on how
-many it asks: what lies behind them is free for training, so that an adapter is not shown on what it was taught.
+All texts are our own. The demo's instructions and those for training an adapter (`make_training_questions`) come from
+different templates, so the demo never shows an adapter what it was trained on.
 """
 
 import random
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pipeline.config.tree import ConfigError
 
-# What kinds of task are put to.
+# Subjects.
 THINGS = (
     "a bicycle, a compass, a rainbow, a volcano, an eclipse, a glacier, a vaccine, a magnet, a battery, a bridge, a "
     "camera, a desert, a dictionary, a forest, a harbour, a lighthouse, a map, a microscope, a museum, a planet, a "
@@ -76,7 +76,7 @@ KINDS: tuple[tuple[str, list[str]], ...] = (
     ("Write a short, polite email to {}.", REQUESTS),
     ("Write a friendly text message to {}.", REQUESTS),
 )
-# Other tasks for the same subjects: what an adapter for plain instructions is trained on, and the demo never asks.
+# Other tasks on the same subjects, for training.
 TRAINING_KINDS: tuple[tuple[str, list[str]], ...] = (
     ("Describe {} to someone who has never seen one.", THINGS),
     ("What would the world be like without {}?", THINGS),
@@ -110,17 +110,17 @@ TRAINING_KINDS: tuple[tuple[str, list[str]], ...] = (
 
 
 def make_questions(rows: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """`id` and `prompt` of the first `rows` instructions of this seed; ConfigError with more than there are (800)."""
+    """Yields `id` and `prompt` of `rows` distinct instructions; ConfigError for more than the 800 there are."""
     every = [kind.format(subject) for kind, subjects in KINDS for subject in subjects]
     if not 1 <= rows <= len(every):
-        raise ConfigError("--rows", f"{rows} instructions are asked for; there are 1 to {len(every)}")
+        raise ConfigError("--rows", f"must be from 1 to {len(every)}, got {rows}")
     random.Random(seed).shuffle(every)
     for number, prompt in enumerate(every[:rows]):
         yield {"id": f"q{number:04d}", "prompt": prompt}
 
 
 def make_training_questions(seed: int = 0) -> Iterator[dict[str, str]]:
-    """`id` and `prompt` of all instructions that are there to be trained on (1,120), none of which the demo asks."""
+    """Yields `id` and `prompt` of the 1,120 instructions for training, none of which the demo asks."""
     every = [kind.format(subject) for kind, subjects in TRAINING_KINDS for subject in subjects]
     random.Random(seed).shuffle(every)
     for number, prompt in enumerate(every):

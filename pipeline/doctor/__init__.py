@@ -1,1 +1,1 @@
-"""What this machine is, and what is wrong with it."""
+"""`skipdecode doctor`: this machine, what a run would choose on it, and what stands in its way."""

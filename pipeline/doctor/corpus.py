@@ -1,4 +1,4 @@
-"""What the corpus will take on this machine, before the run: a sample of it is decoded."""
+"""Estimates what a corpus will take on this machine by decoding a sample of it."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,16 +25,15 @@ SAMPLED_ROWS = 2048
 
 @dataclass
 class Worker:
-    """What `examine` loads on the way."""
+    """What `examine` has loaded."""
 
     model: ResolvedModel | None = None
     generator: Generator | None = None
-    """None: this machine cannot load the model."""
+    """None if this machine cannot load the model."""
 
 
 def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, log: Log) -> Estimate:
-    """Reads the input once, as a run does. ConfigError for an input that a run would refuse, or of which no row is
-    good."""
+    """Reads the input once, as a run does; ConfigError if a run would refuse it, or no row can be decoded."""
     assert worker.model is not None
     scans = [scan_file(listing, index, config.input)[0] for index in range(len(listing.files))]
     plan = plan_input(listing, scans, config.input)

@@ -1,4 +1,4 @@
-"""What this machine is, what a run would choose on it, and what is wrong. Loads the model once, changes nothing."""
+"""Examines this machine and a configuration as a run would see them. Loads the model once, and changes nothing."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ class RayFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a worker would decode with. `load_s` and `batch_size`: None where this machine cannot load the model."""
+    """How a worker would decode; `load_s` and `batch_size` are None if this machine cannot load the model."""
 
     model: str
     layers: int
@@ -67,7 +67,7 @@ class Choice:
     batch_size: dict[str, int] | None
     """By prompt length."""
     cache_bytes_per_row: dict[str, int]
-    """Likewise."""
+    """By prompt length."""
 
 
 @dataclass
@@ -77,14 +77,14 @@ class Output:
     path: str
     exists: bool
     free_bytes: int | None = None
-    """Of a folder on this machine."""
+    """None for a folder that is not on this machine."""
 
 
 def examine(config: JobConfig, has_input: bool, log: Log) -> dict[str, Json]:
-    """Everything that was found; `problems`: what a run would stumble over, in words, with the remedy; `warnings`: what
-    it would start with all the same, which `log` gets, too.
+    """The findings as a JSON document.
 
-    `has_input`: whether the configuration names an input; the default one need not be there.
+    `problems` are reasons why a run would not start, each with its remedy; `warnings` do not stop it, and go to `log`
+    too. `has_input` says that the configuration names an input; the default one need not exist.
     """
     problems, warnings = list[str](), list[str]()
 
@@ -94,7 +94,7 @@ def examine(config: JobConfig, has_input: bool, log: Log) -> dict[str, Json]:
         log(text)
 
     def attempt(look: Callable[[], T]) -> T | None:
-        """What `look` finds; None, and a problem, when a run would be refused."""
+        """What `look` returns; None, and another problem, if it raises what would end a run."""
         try:
             return look()
         except (ConfigError, OSError, RuntimeError) as error:
@@ -144,7 +144,7 @@ def list_files(config: JobConfig) -> Listing:
 
 
 def find_cluster() -> Cluster:
-    """That which RAY_ADDRESS names, joined; without one, what a run would start in its own process."""
+    """The cluster that RAY_ADDRESS names; without it, the embedded one that a run would start."""
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         cores = num_cores()
@@ -170,7 +170,7 @@ def fitting_pool(config: JobConfig, cluster: Cluster) -> Pool:
 
 
 def pool_of_one(config: JobConfig, cluster: Cluster | None) -> Pool:
-    """Where no pool fits: one worker of the kind that was asked for, so that the rest of the questions are answered."""
+    """One worker of the requested kind, to examine the rest where no pool fits."""
     num_gpus = config.actors.num_gpus
     if num_gpus == "auto":
         num_gpus = 1.0 if cluster is not None and cluster.num_gpus else 0.0
@@ -178,16 +178,16 @@ def pool_of_one(config: JobConfig, cluster: Cluster | None) -> Pool:
 
 
 def worker_device(pool: Pool) -> torch.device:
-    """Where workers would decode: on GPUs of the cluster, which this machine need not have."""
+    """Where workers would decode; the GPUs are the cluster's, and this machine need not have any."""
     return torch.device("cuda" if pool.num_gpus else "cpu")
 
 
 def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.device) -> Sequence[NodeBackend]:
-    """What decodes on the nodes that have workers; none where GPUs do. ConfigError where one cannot do as told."""
+    """The CPU back end of every node with workers, none for GPUs; ConfigError if a node lacks the requested one."""
     if device.type != "cpu":
         return ()
     if cluster is None or pool is None or cluster.is_embedded:
-        cpu_backend()  # its error is the one that a run would end with
+        cpu_backend()  # raises the error that would end a run
         return (look(),)
     return find_backends(cluster, pool.num_cpus)
 
@@ -195,7 +195,7 @@ def decoding_nodes(cluster: Cluster | None, pool: Pool | None, device: torch.dev
 def choice(
     config: JobConfig, pool: Pool, nodes: Sequence[NodeBackend], log: Log, worker: Worker | None = None
 ) -> Choice:
-    """Where this machine has such a device the model is loaded as a worker of `pool` does; `worker` keeps it."""
+    """Loads the model into `worker` as a worker of `pool` would, if this machine has such a device."""
     worker, device = worker or Worker(), worker_device(pool)
     model = worker.model = check_model(config, log)
     dtype = settle_dtype(config.model.dtype, device.type, nodes)
@@ -234,7 +234,7 @@ def choice(
 
 
 def output(config: JobConfig, problems: list[str]) -> Output:
-    """Looks at `output.path`; nothing is created."""
+    """Examines `output.path` without creating anything; adds to `problems`."""
     folder = RunFolder.open(config.output.path)
     found = Output(folder.shown, folder.exists())
     if folder.is_local:
@@ -246,7 +246,7 @@ def output(config: JobConfig, problems: list[str]) -> Output:
             problems.append(f"output.path: {found.free_bytes / GIB:.1f} GiB are free at {place}; make room")
     if found.exists and config.output.if_exists == "fail":
         problems.append(
-            f"output.path: {folder.shown} exists already; use --resume to go on with it, --overwrite to start anew, or "
+            f"output.path: {folder.shown} exists already; use --resume to continue it, --overwrite to start over, or "
             "another output.path"
         )
     return found

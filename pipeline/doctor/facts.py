@@ -1,4 +1,4 @@
-"""This machine: cores, memory, GPUs, CPU kernels, and what of it would hurt a run. Changes nothing."""
+"""Facts about this machine: cores, memory, GPUs, kernels, and what of them would hurt a run. Changes nothing."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """Beside what `pipeline.cluster.machine.provenance` says."""
+    """What `pipeline.cluster.machine.provenance` does not say."""
 
     usable_cores: int
     memory_bytes: int
@@ -37,7 +37,7 @@ class Gpu:
 
 
 def cpu_backend() -> Choice:
-    """What a CPU of this machine decodes with, and why; ConfigError where it was told to use what it cannot."""
+    """The CPU back end and the reason for its choice; ConfigError if the requested one cannot run here."""
     try:
         return choose()
     except BackendError as error:
@@ -45,12 +45,12 @@ def cpu_backend() -> Choice:
 
 
 def says_nothing_of_cpus() -> bool:
-    """Whether the user forces kernels of the GPU that this machine has."""
+    """Whether the environment forces GPU kernels on a machine with a GPU."""
     return os.environ.get(VARIABLE, "").strip().lower() == "triton" and torch.cuda.is_available()
 
 
 def cuda_backend() -> Choice | None:
-    """What a GPU of this machine decodes with, and why; None where there is none. ConfigError as above."""
+    """The CUDA back end and the reason for its choice, None without a GPU; ConfigError as for `cpu_backend`."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,4 +1,4 @@
-"""`doctor --gpu NAME`: what runs should cost on a GPU that is not at hand. Looks at nothing, starts nothing."""
+"""`doctor --gpu NAME`: predicts speed and cost on a GPU from its data sheet. Starts nothing."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -15,7 +15,7 @@ COLUMNS = ("model", "schedule", "num_gpus", "rows", "ms_per_step", "tokens_per_s
 def predicted(
     name: str, log: Log, prompt_tokens: int, new_tokens: int, *, price_per_hour: float | None = None
 ) -> dict[str, Json]:
-    """The document; a table goes to `log`. Every row has that many prompt tokens, and makes as many new ones."""
+    """The JSON document for rows of `prompt_tokens` that generate `new_tokens` each; a table goes to `log`."""
     try:
         gpu = gpu_named(name)
     except ValueError as error:
@@ -34,16 +34,16 @@ def predicted(
     missing = sorted(set(MODELS) - {row.model for row in rows})
     log(f"{gpu.name}: predicted, not measured. {gpu.source}; {gpu.price_per_hour:g} $ an hour")
     log(
-        f"prompts of {work.prompt_tokens} tokens, {work.new_tokens} new ones, bfloat16, steps as CUDA graphs; "
-        f"{BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the products of the data sheet"
+        f"prompts of {work.prompt_tokens} tokens, {work.new_tokens} new tokens, bfloat16, with CUDA graphs; assumes "
+        f"{BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the FLOPS of the data sheet"
     )
     log(_line({column: column for column in COLUMNS}))
     for row in rows:
         log(_line(_shown(row)))
     if any(row.num_gpus > 1 for row in rows):
-        log("more than one GPU: layers are dealt out to them (actors.num_gpus), and steps run without graphs")
+        log("more than one GPU: layers are dealt out to them (actors.num_gpus), and steps run without CUDA graphs")
     for model in missing:
-        log(f"{model}: more than 8 of these GPUs")
+        log(f"{model}: needs more than 8 of these GPUs")
     return {
         "gpu": asdict(gpu),
         "measured": False,

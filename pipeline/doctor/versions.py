@@ -1,6 +1,6 @@
-"""Whether the packages of pyproject.toml are there, in versions it allows.
+"""Checks that the packages of pyproject.toml are installed in allowed versions.
 
-Imports none of them but `packaging`, so that `jobs.doctor` can say what is missing before anything that needs it.
+Imports none of them but `packaging`, so that `doctor` can name a missing package before an import fails.
 """
 
 import importlib.metadata
@@ -14,7 +14,7 @@ NAME = "skipdecode-ray"
 
 @dataclass
 class Versions:
-    """What is wrong, in words, each with its remedy."""
+    """Problems, each with its remedy."""
 
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ def check_versions() -> Versions:
 
 
 def _wanted() -> list[str]:
-    """What the checkout asks for; without one, what the installed package does, its extras among them."""
+    """The requirements in the checkout's pyproject.toml; without a checkout, those of the installed package."""
     if PROJECT.is_file():
         wanted: list[str] = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
         return wanted

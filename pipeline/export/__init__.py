@@ -1,1 +1,1 @@
-"""`export`: the rows of a run as files for others: JSON Lines, Parquet, or a data set of Hugging Face."""
+"""`skipdecode export`: the rows of a run as a Hugging Face data set, JSON Lines or Parquet."""

@@ -1,5 +1,7 @@
-"""`README.md` of a data set, as the hub reads it: what made the rows, in words and as YAML. The licence is the user's
-to choose."""
+"""The dataset card, README.md: how the rows were generated, as text and as YAML metadata for the hub.
+
+The licence is left to the user.
+"""
 
 import datetime
 import re
@@ -14,30 +16,30 @@ from pipeline.store.run_state import RunState
 
 SIZES: Final = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"),
                 (10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (1_000_000_000, "100M<n<1B"))  # fmt: skip
-"""The size categories of the hub: below so many rows, and their name."""
+"""Size categories of the hub: exclusive upper bound and name."""
 MEANINGS: Final = {
-    "id": "of the row in the corpus",
-    "prompt": "what the model was given",
-    "generated_text": "what it wrote",
-    "generated_tokens": "the same as token ids, with the one that ended it",
+    "id": "id of the row in the corpus",
+    "prompt": "the prompt",
+    "generated_text": "the answer",
+    "generated_tokens": "its token ids, including the one that ended it",
     "num_input_tokens": "tokens of the prompt",
     "num_generated_tokens": "tokens of the answer",
     "finish_reason": "`stop`, `length` or `error`",
     "layers_run": "layers, summed over the row's decode steps",
-    "ffns_run": "feed-forward blocks, likewise",
+    "ffns_run": "feed-forward blocks, summed over the row's decode steps",
     "error_code": "empty when the row is good",
     "error_message": "empty when the row is good",
-    "source_id": "of the document in the corpus, which became several rows",
-    "template": "that made the prompt of it",
-    "sample": "which answer to that prompt it is, from 0",
+    "source_id": "id of the document in the corpus, of which there are several rows",
+    "template": "name of the template that made the prompt",
+    "sample": "number of the answer to the same prompt, from 0",
 }
 SCORES: Final = {
     "logprobs": "log-probability of each generated token",
-    "top_logprobs": "the likeliest tokens in the place of each",
+    "top_logprobs": "the most likely tokens at each position",
     "prompt_logprobs": "log-probability of each token of the prompt at full depth; null for the first",
-    "prompt_top_logprobs": "the likeliest tokens in the place of each",
+    "prompt_top_logprobs": "the most likely tokens at each position of the prompt",
 }
-"""Of runs that ask for them; in others a column of that name is the corpus's own."""
+"""Columns of runs that ask for them; otherwise a column of that name comes from the corpus."""
 
 CARD: Final = """\
 # {title}
@@ -49,7 +51,7 @@ CARD: Final = """\
 | model | `{model}` |
 | decoding | {decode} |
 | sampling | {sampling} |
-| tokens equal to those at full depth | {agreement} |
+| tokens equal to full depth | {agreement} |
 | speedup over full depth, measured | {speedup} |
 | rows | {rows} ({kind}) |
 | date | {date} |
@@ -62,7 +64,7 @@ CARD: Final = """\
 
 ## Licence
 
-Not chosen yet. Look at the licences of the prompts and of the model, then add `license:` at the top.
+Not chosen yet. Check the licences of the prompts and of the model, then add `license:` at the top.
 """
 
 
@@ -80,14 +82,15 @@ def make_card(plan: ExportPlan) -> str:
     asks = sampling.get("logprobs") is not None or sampling.get("prompt_logprobs")
     meanings = MEANINGS | (SCORES if asks else {})
     columns = [
-        f"| {_cell(f.name)} | {_cell(str(f.type))} | {meanings.get(f.name, 'of the corpus')} |" for f in plan.schema
+        f"| {_cell(f.name)} | {_cell(str(f.type))} | {meanings.get(f.name, 'column of the corpus')} |"
+        for f in plan.schema
     ]
     agreement, speedup = facts["agreement"], facts["speedup"]
     body = CARD.format(
         title=_cell(plan.target.root.rpartition("/")[2]),
         rows=f"{plan.num_rows:,}",
-        kind={"good": "the good ones", "failed": "the failed ones", "all": "good and failed"}[plan.options.rows]
-        + ("" if plan.state["state"] == "finished" else ", of a run that is not finished"),
+        kind={"good": "good rows only", "failed": "failed rows only", "all": "good and failed rows"}[plan.options.rows]
+        + ("" if plan.state["state"] == "finished" else ", from an unfinished run"),
         model=_cell(str(facts["model"]) + (f" with the adapter {facts['adapter']}" if "adapter" in facts else "")),
         date=facts["date"],
         decode=_words(facts["decode"]),
@@ -100,7 +103,7 @@ def make_card(plan: ExportPlan) -> str:
 
 
 def card_facts(plan: ExportPlan) -> dict[str, Json]:
-    """What made the rows, for machines."""
+    """How the rows were generated, as metadata."""
     state = plan.state
     report: Mapping[str, Mapping[str, Json]] = state.get("report", {})
     sampling = {key: _plain(value) for key, value in state["config"]["sampling"].items() if value not in (None, [], ())}
@@ -127,7 +130,7 @@ def _plain(value: Json) -> Json:
 
 
 def _public(source: str) -> str:
-    """A hub id as it is; of a path its end, since a card is for others."""
+    """A hub id unchanged; only the last part of a path, since the card will be public."""
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?", source) and not source.startswith(".")
     return source if is_id and not source.startswith("models/") else mask(source).rstrip("/").rpartition("/")[2]
 
@@ -137,5 +140,5 @@ def _words(value: Json) -> str:
 
 
 def _cell(text: str) -> str:
-    """For a table: without what would end the cell or the line."""
+    """Text escaped for a cell of a Markdown table."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|")

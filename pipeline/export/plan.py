@@ -1,4 +1,4 @@
-"""What is exported and where to: options, checked against the run folder before anything is written."""
+"""Options of an export, checked against the run folder and the target before anything is written."""
 
 import os
 import posixpath
@@ -34,7 +34,7 @@ class Options:
     """None: all of them."""
     rows_per_file: int = ROWS_PER_FILE
     is_partial: bool = False
-    """Whether a run that is not finished will do: its rows so far."""
+    """Whether to export the rows that an unfinished run has so far."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ExportPlan:
     """The columns that are exported, in order."""
     num_rows: int
     target: RunFolder
-    """The place, which is none of a run; it is empty, or not there."""
+    """The folder to write; empty or missing."""
 
     @property
     def num_shards(self) -> int:
@@ -56,13 +56,13 @@ class ExportPlan:
 
 
 def plan_export(options: Options) -> ExportPlan:
-    """ConfigError: nothing was written."""
+    """Checks the options; ConfigError."""
     if options.rows_per_file < 1:
-        raise ConfigError("--rows-per-file", f"{options.rows_per_file} is no number of rows; give 1 or more")
+        raise ConfigError("--rows-per-file", f"{options.rows_per_file} rows; give 1 or more")
     folder = RunFolder.open(options.run)
     state = folder.read_state()
     if state is None:
-        raise ConfigError("", f"{folder.shown}: no run.json, so not a run folder")
+        raise ConfigError("", f"{folder.shown}: not a run folder (it has no run.json)")
     _check_state(folder, state, options)
     target = _open_target(options, folder)
     files = [path for status in STATUSES_OF[options.rows] for path in folder.data_files(status)]
@@ -79,12 +79,13 @@ def plan_export(options: Options) -> ExportPlan:
 def _check_state(folder: RunFolder, state: RunState, options: Options) -> None:
     phase = state["state"]
     if phase in ("committing", "retrying"):
-        raise ConfigError("", f"{folder.shown}: a retry is exchanging rows; end it first: jobs.retry {folder.shown}")
+        raise ConfigError(
+            "", f"{folder.shown}: a retry was interrupted; finish it first: skipdecode retry {folder.shown}"
+        )
     if phase != "finished" and not options.is_partial:
         raise ConfigError(
             "",
-            f"{folder.shown}: the run is {phase}; finish it (jobs.generate --resume), or take what there is so far "
-            "(--partial)",
+            f"{folder.shown}: the run is {phase}; finish it (generate --resume), or export what it has (--partial)",
         )
 
 
@@ -102,7 +103,7 @@ def _open_target(options: Options, run: RunFolder) -> RunFolder:
 
 
 def _real(folder: RunFolder) -> str:
-    """Its path, on a disk without links."""
+    """The path, without symbolic links if it is local."""
     return os.path.realpath(folder.root) if folder.is_local else folder.root
 
 
@@ -117,7 +118,7 @@ def _pick(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
 
 
 def _without_maps(type_: pa.DataType) -> pa.DataType:
-    """`datasets` has no maps: they become lists of keys and values."""
+    """The type with maps as lists of keys and values, since `datasets` has no maps."""
     if pa.types.is_map(type_):
         parts = (("key", type_.key_type), ("value", type_.item_type))
         return pa.list_(pa.struct([(name, _without_maps(part)) for name, part in parts]))
@@ -133,7 +134,7 @@ def _without_maps(type_: pa.DataType) -> pa.DataType:
 
 
 def shard_name(plan: ExportPlan, shard: int) -> str:
-    """Relative to the target. A data set's are where and how the hub expects them."""
+    """The path of a file in the target; a data set's are named as the hub expects."""
     number = f"{shard:05d}-of-{plan.num_shards:05d}"
     if plan.options.format == "dataset":
         return posixpath.join("data", f"train-{number}.parquet")

@@ -1,4 +1,4 @@
-"""An export from end to end: the rows of a run, in order, into files of as many rows each. Memory stays flat."""
+"""Exports the rows of a run, in order, into files of equal numbers of rows. Memory use is constant."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,16 +13,14 @@ from pipeline.formatting import Json, Log, count
 
 
 def export(options: Options, log: Log) -> dict[str, Json]:
-    """ConfigError: nothing was written. Anything else raised: the target is not there either."""
+    """Runs an export. ConfigError: nothing was written; after any other error the target is removed."""
     plan = plan_export(options)
     _check_books(plan)
     log(f"{plan.folder.shown}: {count(plan.num_rows, 'row')} into {count(plan.num_shards, 'file')}")
     with open_place(plan.target) as place:
         written = write_shards(plan, place)
         if written != plan.num_rows:
-            raise RuntimeError(
-                f"{plan.folder.shown}: {written} rows were read, {plan.num_rows} were there; start again"
-            )
+            raise RuntimeError(f"{plan.folder.shown}: read {written} rows, expected {plan.num_rows}; start again")
         if options.format == "dataset":
             with place.file("README.md") as file:
                 file.write(make_card(plan).encode())
@@ -41,13 +39,13 @@ def _check_books(plan: ExportPlan) -> None:
     said = [books["ok"] if rows != "failed" else 0, books["failed"] if rows != "good" else 0]
     if plan.state["state"] == "finished" and plan.num_rows != sum(number or 0 for number in said):
         raise RuntimeError(
-            f"{plan.folder.shown}: the data files hold {plan.num_rows} such rows, run.json says "
-            f"{sum(number or 0 for number in said)}; jobs.verify says which are missing"
+            f"{plan.folder.shown}: the data files hold {plan.num_rows} such rows, but run.json says "
+            f"{sum(number or 0 for number in said)}; `skipdecode verify` tells which are missing"
         )
 
 
 def write_shards(plan: ExportPlan, place: Place) -> int:
-    """Rows that were written."""
+    """Writes all files; returns the number of rows."""
     written = 0
     rows = _Rows(read_parts(plan))
     with closing(rows):
@@ -58,20 +56,20 @@ def write_shards(plan: ExportPlan, place: Place) -> int:
                     shard.write(part)
                     written += part.num_rows
                 shard.close()
-        for part in rows.take(1):  # more than were there
+        for part in rows.take(1):  # more than the plan counted
             written += part.num_rows
     return int(written)
 
 
 class _Rows:
-    """Batches, cut where a file is full."""
+    """Batches, split where a file is full."""
 
     def __init__(self, parts: Iterator[pa.RecordBatch]) -> None:
         self._parts = parts
         self._rest: pa.RecordBatch | None = None
 
     def take(self, most: int) -> Iterator[pa.RecordBatch]:
-        """`most` rows, or those that are left."""
+        """The next `most` rows, or those that are left."""
         while most and (part := self._rest or next(self._parts, None)) is not None:
             own, rest = part[:most], part[most:]
             self._rest = rest if rest.num_rows else None

@@ -1,7 +1,7 @@
-"""One file of an export, and the rows that come into it: JSON Lines or Parquet, a part of the rows in memory at a time.
+"""Reads the rows of a run and writes one file of an export, JSON Lines or Parquet, batch by batch.
 
-JSON lacks some of what columns hold: times become ISO 8601, decimals text, bytes base64, durations seconds, and numbers
-that are none (NaN, infinite) null. A map becomes a list of pairs.
+In JSON, times become ISO 8601, decimals strings, bytes base64, durations seconds, NaN and infinity null, and maps lists
+of pairs.
 """
 
 import base64
@@ -20,11 +20,11 @@ from pipeline.arrow_cast import retyped, with_schema
 from pipeline.export.plan import ExportPlan
 
 READ_ROWS: Final = 1024
-GROUP_ROWS, GROUP_BYTES = 10_000, 32 << 20  # of a row group: what is in memory before it is written
+GROUP_ROWS, GROUP_BYTES = 10_000, 32 << 20  # of a row group, which is held in memory
 
 
 def read_parts(plan: ExportPlan) -> Iterator[pa.RecordBatch]:
-    """The rows of the data files, in their order, with the columns of the plan."""
+    """The rows of the data files in order, with the columns of the plan."""
     for path in plan.files:
         with plan.folder.filesystem.open_input_file(path) as source, pq.ParquetFile(
             source, page_checksum_verification=True
@@ -41,7 +41,7 @@ class Shard(Protocol):
 
 
 def open_shard(plan: ExportPlan, sink: BinaryIO) -> Shard:
-    """What writes one file into `sink`."""
+    """The writer of one file."""
     compression = plan.options.compression
     if plan.options.format == "jsonl":
         return JsonlShard(sink, None if compression in (None, "none") else compression)
@@ -63,7 +63,7 @@ class JsonlShard:
 
 
 def to_rows(batch: pa.RecordBatch) -> list[dict[str, object]]:
-    """The rows as Python values; a time that Python cannot say comes as Arrow's text for it."""
+    """The rows as Python values; a time that Python cannot represent becomes Arrow's text for it."""
     try:
         return list(batch.to_pylist())
     except (ValueError, OverflowError):
@@ -92,7 +92,7 @@ def _times_as_text(type_: pa.DataType) -> pa.DataType:
 
 
 class _KeptOpen:
-    """Arrow closes what it writes to; this is closed in place of the file, which is flushed and closed later."""
+    """A wrapper for Arrow to close, so that the file itself stays open to be flushed and synced."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
@@ -129,7 +129,7 @@ class ParquetShard:
 
 
 def plain(value: object) -> object:
-    """The value with nothing in it that JSON does not have."""
+    """The value with everything converted that JSON does not have."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

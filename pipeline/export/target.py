@@ -1,7 +1,8 @@
-"""Where an export goes: a folder that is seen whole or not at all.
+"""The target of an export: a folder that appears complete or not at all.
 
-On a disk it is made beside its place and renamed. Elsewhere each file is made here first, and is seen whole or not at
-all; what an error leaves there is deleted, and after a kill the names of the files (`-of-00012`) say what is missing.
+A local folder is written beside its final path and renamed. On an object store each file is written locally and then
+uploaded; after an error the uploaded files are deleted, and after a kill the file names (`-of-00012`) show what is
+missing.
 """
 
 import os
@@ -21,12 +22,12 @@ from pipeline.store.run_folder import RunFolder
 class Place(Protocol):
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """To write `name`, which may lie in a folder."""
+        """Opens the file `name`, a path relative to the target, for writing."""
 
 
 @contextmanager
 def open_place(target: RunFolder) -> Iterator[Place]:
-    """The place is there once this ends, and not at all if it ends with an exception."""
+    """Yields where to write; the target appears when this ends, and not at all if it ends with an exception."""
     if isinstance(target.filesystem, pafs.LocalFileSystem):
         with _on_disk(target.root) as disk:
             yield disk
@@ -49,7 +50,7 @@ def _on_disk(root: str) -> Iterator["_Disk"]:
     try:
         yield _Disk(aside)
         sync(aside)
-        os.rename(aside, root)  # in place of an empty folder, too; of another, an error
+        os.rename(aside, root)  # replaces an empty folder, and fails on any other
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

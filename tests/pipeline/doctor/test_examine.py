@@ -188,7 +188,7 @@ def test_on_a_head_without_a_gpu_the_choice_is_what_can_be_known(
     machine = dict.fromkeys(("torch", "ray", "pyarrow", "numpy", "tokenizers", "device"), "x")
     machine |= {"has_amx_bf16": False, "usable_cores": 1, "free_memory_bytes": 1, "memory_bytes": 1}  # type: ignore[dict-item]
     show({"machine": machine, "gpus": [], "ray": None, "choice": found, "problems": [], "warnings": []})
-    assert "on a machine that can load the model only" in capsys.readouterr().err
+    assert "only known on a machine that can load the model" in capsys.readouterr().err
 
 
 @pytest.fixture

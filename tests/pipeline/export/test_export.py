@@ -113,14 +113,14 @@ def test_a_run_that_is_not_finished(run: Path, tmp_path: Path, call: Call) -> No
     state.pop("report")
     folder.write_state(state | {"state": "interrupted"})
     code, _, err = call(export, run, "-o", tmp_path / "out")
-    assert (code, "the run is interrupted; finish it (jobs.generate --resume)" in err) == (2, True)
+    assert (code, "the run is interrupted; finish it (generate --resume)" in err) == (2, True)
     assert call(export, run, "-o", tmp_path / "out", "--partial")[1]["rows"] == 12
     card = (tmp_path / "out/README.md").read_text()
-    assert "of a run that is not finished" in card
+    assert "from an unfinished run" in card
     assert "| speedup over full depth, measured | not measured |" in card
     folder.write_state(state | {"state": "committing"})
     code, _, err = call(export, run, "-o", tmp_path / "again", "--partial")
-    assert (code, "a retry is exchanging rows" in err) == (2, True)
+    assert (code, "a retry was interrupted; finish it first" in err) == (2, True)
 
 
 def test_what_is_refused_before_anything_is_written(run: Path, tmp_path: Path, call: Call) -> None:
@@ -128,14 +128,14 @@ def test_what_is_refused_before_anything_is_written(run: Path, tmp_path: Path, c
     (tmp_path / "full/x").write_text("mine")
     (tmp_path / "link").symlink_to(run)
     for arguments, text in (
-        ([tmp_path / "none", "-o", tmp_path / "out"], "no run.json, so not a run folder"),
+        ([tmp_path / "none", "-o", tmp_path / "out"], "not a run folder (it has no run.json)"),
         ([run, "-o", tmp_path / "full"], "exists already; name another folder"),
         ([run, "-o", tmp_path / "full/x"], "exists already"),
         ([run, "-o", run / "export"], "lies in the run folder"),
         ([run, "-o", tmp_path / "link/export"], "lies in the run folder"),
         ([run, "-o", tmp_path / "out", "--columns", "id,answer"], "--columns: no column 'answer'; there are: id"),
         ([run, "-o", tmp_path / "out", "--columns", "id,id"], "--columns: 'id,id': name each column once"),
-        ([run, "-o", tmp_path / "out", "--rows-per-file", "0"], "--rows-per-file: 0 is no number of rows"),
+        ([run, "-o", tmp_path / "out", "--rows-per-file", "0"], "--rows-per-file: 0 rows; give 1 or more"),
         ([run, "-o", "hf://datasets/org/name"], "then upload it"),
     ):  # fmt: skip
         code, document, err = call(export, *arguments)
@@ -149,7 +149,7 @@ def test_what_is_refused_before_anything_is_written(run: Path, tmp_path: Path, c
 def test_a_lost_file_is_noticed(run: Path, tmp_path: Path, call: Call) -> None:
     min((run / "data/status=ok").iterdir()).unlink()
     code, _, err = call(export, run, "-o", tmp_path / "out")
-    assert (code, "the data files hold 9 such rows, run.json says 12; jobs.verify" in err) == (1, True)
+    assert (code, "the data files hold 9 such rows, but run.json says 12; `skipdecode verify`" in err) == (1, True)
     assert not (tmp_path / "out").exists()
 
 
