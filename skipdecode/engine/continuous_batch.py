@@ -1,19 +1,18 @@
-"""Rows of different ages in one batch: depth is known from each row's own position, so rows join and leave at any step.
+"""A continuous batch: rows of different ages decode in one step, and may join and leave at any step.
 
-Rows lie in order of age, oldest first. Layer sets are nested over the steps, so the rows that run a layer are the
-youngest ones: layer `l` runs on a contiguous slice `h[a_l:]` of the batch and of its cache: SkipDecode's prefix trick
-along rows. A row's tokens are those it makes alone or in a cohort (`cohort`).
+A row's depth follows from its own decode step. Rows are ordered by age, oldest first. Since layer sets are nested over
+the steps, the rows that run a layer are the youngest ones, so layer `l` runs on a contiguous slice `h[a_l:]` of the
+batch and of its cache. A row's tokens are those that it would have alone or in a static batch.
 
-Newcomers are appended, ended rows at either end fall off, and those in between are carried along until there are enough
-of them to be worth moving the others. Not here: blocks that rows decide on themselves (FFN-SkipLLM `row`),
-and fixed batch shapes; cohorts have both.
+New rows are appended; ended rows at either end are dropped at once, and those in between once there are enough of them
+to be worth moving the others. Feed-forward blocks decided per row (FFN-SkipLLM `row`) and fixed batch shapes are not
+supported here; static batches have both.
 
-The host never waits for a step that it has just launched: on a GPU it looks at tokens one step late
-(`async_output`), while
-the next step runs. Until then a row that has ended makes one more token, which nobody takes. How many tokens a row may
-make is known beforehand, so none is fed more, and none writes a column that it does not have.
+The host never waits for the step that it has just launched: on a GPU it reads tokens one step late (`async_output`),
+while the next step runs. Until then a row that has ended generates one more token, which is discarded. The number of
+tokens that a row may generate is known in advance, so no row is fed too many or writes past its memory.
 
-B rows, R rows with memory, C columns of a layer, S columns visible, H heads, K head dim, D width.
+B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -38,11 +37,11 @@ from skipdecode.model.sampler import argmax, cuts, pick
 from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_by_age
 from skipdecode.schedules.plan import Schedule, kv_sharing_map
 
-CARRY = 1 / 8  # ended rows among the others are carried along up to this share of the batch
+CARRY = 1 / 8  # ended rows between running ones stay up to this share of the batch
 
 
 class _Member:
-    """A row in the batch: when it joined, and its random numbers."""
+    """A row in the batch: the step at which it joined, and its random numbers."""
 
     def __init__(self, row: Row, joined_at: int) -> None:
         self.row, self.joined_at = row, joined_at
@@ -56,17 +55,17 @@ class _Member:
         return self.uniforms[min(k, len(self.uniforms) - 1)]  # only ended rows get that far
 
     def uniforms_from(self, k: int, count: int) -> list[float]:
-        """Of token k and those behind it; 0 for those that never come."""
+        """The numbers for tokens k to k + count - 1; 0 beyond the row's limit."""
         own = self.uniforms[k : k + count]
         return own + [0.0] * (count - len(own))
 
     def is_fed(self, num_steps: int) -> bool:
-        """Whether the token that it has made by now is to be fed. The last one it may make is not, seen or not."""
+        """True if the newest token is to be fed, which the last one that the row may generate is not, read or not."""
         return self.row.is_running and num_steps - self.joined_at + 1 < self.row.request.sampling.max_new_tokens
 
 
 class ContinuousBatch:
-    """`join` and `step` in any order; `rows` are those in the batch, oldest first."""
+    """Rows under one schedule: call `join` and `step` in any order. `rows` are the running ones, oldest first."""
 
     @torch.inference_mode()
     def __init__(
@@ -78,32 +77,32 @@ class ContinuousBatch:
         max_pending: int | None = None,
         is_closed: bool = False,
     ) -> None:
-        """`max_pending`: steps, those of prompts included, whose tokens are not looked at yet; None: as the device
-        wants it. `is_closed`: all rows join at once, and stay to the end."""
+        """`max_pending`: outputs of steps or prompts that the host may leave unread; None for the device's default.
+        `is_closed`: all rows join at once."""
         check_continuous(schedule)
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
         self._attn_ends, self._ffn_ends = layer_ends(schedule, model.config.max_position_embeddings)
         self._kv_layers = schedule.step(0).kv_layers
         sharing_map = kv_sharing_map(schedule, model.config.kv_group_size)
-        # under SwiftKV a layer's K/V are written for rows that do not run it
+        # with SwiftKV a layer's K/V are written for rows that do not run it
         ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(sharing_map)
         self._cache = SlotCache(
             model.config, sharing_map, ends, dtype=model.dtype, device=model.device, is_closed=is_closed
         )
         self._is_closed = is_closed
         self._members: list[_Member] = []
-        self._rows: list[Row] = []  # whoever joined; those whose last tokens are on their way are no members any more
+        self._rows: list[Row] = []  # includes rows whose last tokens are still pending, which are no longer members
         self._newest = torch.empty(0, dtype=torch.int64, device=model.device)
         self._num_steps = 0
         self._params: tuple[Tensor, Tensor, Tensor] | None = None
         self._logprobs = LogprobRecorder([], model.device)
         self._output: AsyncOutput[tuple[list[_Member], list[Row]]] = AsyncOutput(
             model.device
-        )  # whose tokens, whose logprobs
+        )  # with the members, and the rows that want log-probabilities
         self._max_pending = MAX_PENDING[model.device.type] if max_pending is None else max_pending
         self.row_steps = 0
-        """Rows that took part in steps, ended ones included."""
+        """Rows in the batch, summed over steps, including ended ones."""
 
     @property
     def rows(self) -> list[Row]:
@@ -118,22 +117,22 @@ class ContinuousBatch:
         return self._cache.nbytes
 
     def bytes_with(self, num_rows: int, prompt: int, limit: int) -> int:
-        """Bytes held while so many rows join, of up to `prompt` tokens and `limit` new ones: see
-        `SlotCache.bytes_with`."""
+        """Bytes held while `num_rows` rows of up to `prompt` tokens and `limit` new ones join
+        (`SlotCache.bytes_with`)."""
         return self._cache.bytes_with(num_rows, prompt, limit, prompt_columns=rounded_columns(prompt))
 
     @torch.inference_mode()
     def join(self, requests: Sequence[Request], sharing: PrefixSharing | None = None) -> list[Row]:
-        """Feeds the prompts and makes y_0 of each; the rows, in the order of the requests. Where looks are late they
-        have it after the next step. `sharing`: heads that are run once; their keys and values are copied to every row.
+        """Feeds the prompts and generates y_0 of each; returns the rows in the order of the requests. If output is read
+        late, rows have y_0 after the next step. `sharing`: prefixes that are run once and copied to every row.
 
-        Where that fails, the batch goes on as it was.
+        If this raises, the batch is unchanged.
         """
         refuse_too_long(requests, self.model.config.max_position_embeddings)
         rows = [Row(request) for request in requests]
         members = [_Member(row, self._num_steps) for row in rows]
         params, recorder = _params(members, self.model.device), LogprobRecorder(rows, self.model.device)
-        is_plain = params is None and not recorder.is_asked  # nobody wants more than the likeliest token
+        is_plain = params is None and not recorder.is_asked  # only the most likely token is wanted
         made, cache = self._feed_prompts(requests, sharing, return_argmax=is_plain)
         first = made if is_plain else _choose(made, members, params, self._num_steps)
         if recorder.is_asked:
@@ -143,7 +142,7 @@ class ContinuousBatch:
             self._read_output()
         stay = [at for at, member in enumerate(members) if member.is_fed(self._num_steps)]
         if cache is None and not stay:
-            self._cache.fill([], [], [])  # gives the memory back
+            self._cache.fill([], [], [])  # releases the memory
         if stay:
             if cache is not None:
                 self._drop_ended(carry=0.0)
@@ -163,7 +162,7 @@ class ContinuousBatch:
     def _feed_prompts(
         self, requests: Sequence[Request], sharing: PrefixSharing | None, *, return_argmax: bool
     ) -> tuple[Tensor, KVCache | None]:
-        """The prompts: what `feed_prompts` gives, and the cache they fill; None: they are where the batch has them."""
+        """What `feed_prompts` returns, and the cache with the prompts; None if they are in the batch's own cache."""
         model, plan = self.model, self.schedule.prefill()
         if sharing is not None:
             allocate = partial(allocate_cache, model, schedule=self.schedule, num_new=1)
@@ -172,7 +171,7 @@ class ContinuousBatch:
         longest = max(len(r.prompt_tokens) for r in requests)
         tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
         if self._is_closed and model.supports_packed_prompts(self._cache.memory_of(0)[0]):
-            assert not self._members, "rows of a closed batch come once"
+            assert not self._members, "all rows of a closed batch join at once"
             cache = self._cache.open(*_lengths(requests))
             return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, return_argmax=return_argmax), None
         cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
@@ -180,11 +179,13 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Feeds the newest token of every row and makes the next one; looks at what is due."""
+        """Feeds the newest token of every row and generates the next one; reads output that is due."""
         self._drop_ended(carry=CARRY)
         if self._members:
             self._feed_newest()
-        is_last = not any(member.is_fed(self._num_steps) for member in self._members)  # no step will run meanwhile
+        is_last = not any(
+            member.is_fed(self._num_steps) for member in self._members
+        )  # no step will overlap with the copy
         while self._output.num_pending > (0 if is_last else self._max_pending):
             self._read_output()
 
@@ -208,12 +209,12 @@ class ContinuousBatch:
         self._send(self._newest, members, self._logprobs)
 
     def _send(self, newest: Tensor, members: Sequence[_Member], recorder: LogprobRecorder) -> None:
-        """Tokens [B] of `members`, and what was seen of them, on their way to the host."""
+        """Starts copying the tokens [B] of `members` and recorded log-probabilities to the host."""
         asking, seen = recorder.take()
         self._output.send([newest, *seen], (list(members), asking))
 
     def _read_output(self) -> None:
-        """Gives the tokens sent first to their rows."""
+        """Gives the oldest pending tokens to their rows."""
         (newest, *seen), (members, asking) = self._output.take()
         give(asking, seen)
         for member, token in zip(members, newest.tolist(), strict=True):
@@ -221,7 +222,7 @@ class ContinuousBatch:
                 member.row.take([token], self.model.config.eos_token_ids, self._decode_text)
 
     def _drop_ended(self, carry: float) -> None:
-        """Rows that are not fed any more fall off at both ends, and from between when they are more than `carry` of the
+        """Drops rows that are not fed any more: at both ends always, in between once they are more than `carry` of the
         batch."""
         live = [at for at, member in enumerate(self._members) if member.is_fed(self._num_steps)]
         num_rows = len(self._members)
@@ -243,12 +244,12 @@ class ContinuousBatch:
         self._changed()
 
     def _changed(self) -> None:
-        """After rows came or went."""
+        """Called after rows have joined or left."""
         self._logprobs.keep([member.row for member in self._members])
 
 
 def check_continuous(schedule: Schedule) -> None:
-    """ValueError when rows of that schedule cannot share a step at different ages."""
+    """Raises ValueError if rows of different ages cannot share a step under `schedule`."""
     if not schedule.is_static:
         raise ValueError(
             "decode.ffn_skip.mode: the continuous scheduler runs modes calibrated and fixed, where the blocks left out "
@@ -257,12 +258,12 @@ def check_continuous(schedule: Schedule) -> None:
 
 
 def _lengths(requests: Sequence[Request]) -> tuple[list[int], list[int]]:
-    """Prompt tokens of each, and the new ones it may have."""
+    """The numbers of prompt tokens, and of new tokens at most."""
     return [len(r.prompt_tokens) for r in requests], [r.sampling.max_new_tokens for r in requests]
 
 
 def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Temperature, top_k, top_p [B, 1] of the rows; None when all are greedy."""
+    """Temperature, top_k and top_p [B, 1] of the rows; None if all are greedy."""
     if all(member.is_greedy for member in members):
         return None
     samplings = [member.row.request.sampling for member in members]
@@ -276,7 +277,7 @@ def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, T
 def _choose(
     logits: Tensor, members: Sequence[_Member], params: tuple[Tensor, Tensor, Tensor] | None, num_steps: int
 ) -> Tensor:
-    """The next token of every row from [B, V] logits: y_k, k being the steps since it joined."""
+    """The next token of every row from logits [B, V]: y_k, where k is the number of steps since it joined."""
     if params is None:
         return argmax(logits)
     uniforms = [[member.uniform(num_steps - member.joined_at)] for member in members]

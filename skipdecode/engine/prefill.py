@@ -1,6 +1,6 @@
-"""Prompts into keys and values: padded, in memory of their own or of graphs, several rows at a time.
+"""Prefill: pads prompts, allocates their cache, and feeds them, several rows at a time.
 
-What comes after is `skipdecode.engine.static_batch`, or `skipdecode.engine.continuous_batch`.
+Decoding continues in `skipdecode.engine.static_batch` or `skipdecode.engine.continuous_batch`.
 
 B rows, P prompt columns, V vocabulary.
 """
@@ -20,26 +20,26 @@ from skipdecode.kv.view import wants_all_heads
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_capacities, kv_sharing_map
 
-PREFILL_BYTES = 1 << 30  # of states, masks and copies of keys of what goes through at once, on a GPU
-PROMPT_STEP = 16  # columns; padding costs little, and every product prepares itself for each shape, and keeps that
+PREFILL_BYTES = 1 << 30  # GPU memory for states, masks and copies of keys of the prompts that are fed together
+PROMPT_STEP = 16  # lengths are padded to multiples: kernels prepare for every shape, and padding costs little
 
 
 def rounded_columns(longest: int) -> int:
-    """Columns for prompts up to `longest` tokens where requests come as they please (a server)."""
+    """Columns for prompts of up to `longest` tokens in a server, where few different shapes are wanted."""
     return -(-longest // PROMPT_STEP) * PROMPT_STEP
 
 
 def pad_prompts(
     model: Decoder, requests: Sequence[Request], prompt_columns: int | None, batch_rows: int | None
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Left-padded prompts [B, P] int64 and the padding of each row [B] int64, on the model's device; the padding on the
-    host."""
+    """Left-padded prompts [B, P] int64, the padding of each row [B] int64, both on the model's device, and the padding
+    on the host."""
     columns = prompt_columns or max(len(r.prompt_tokens) for r in requests)
     config = model.config
     lines = [r.prompt_tokens for r in requests]
     lines += [[config.filler_token_id]] * ((batch_rows or len(lines)) - len(lines))
     longest = max(len(line) for line in lines)
-    assert min(len(line) for line in lines) > 0, "a prompt without a token"
+    assert min(len(line) for line in lines) > 0, "a prompt has no token"
     assert longest <= columns, (longest, columns)
     padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
     paddings = [columns - len(line) for line in lines]
@@ -56,10 +56,11 @@ def feed_prompts(
     in_equal_parts: bool = False,
     return_argmax: bool = False,
 ) -> Tensor:
-    """Left-padded prompts [B, P] into an empty `cache`: logits of the last column, [B, V], or its likeliest token, [B].
+    """Feeds left-padded prompts [B, P] into an empty `cache`: logits of the last column [B, V], or with `return_argmax`
+    the most likely token [B].
 
-    Several rows at a time (`rows_at_once`). `num_pad` [B]: padding of the prompts; None: as that of `cache`.
-    `in_equal_parts`: a row's bits do not depend on its place in the batch.
+    `rows_at_once` rows go through together. `num_pad` [B]: padding of the prompts; None if it is that of `cache`.
+    `in_equal_parts`: all parts have the same size, so that a row's result does not depend on its index in the batch.
     """
     num_pad = cache.num_pad if num_pad is None else num_pad
     positions = (torch.arange(tokens.shape[1], device=model.device) - num_pad[:, None]).clamp(min=-1)
@@ -67,7 +68,7 @@ def feed_prompts(
     rows = rows_at_once(model, tokens.shape[1], tokens.shape[1], has_mask=cache.valid is not None)
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
-    # a mask over a long prompt is larger than all else, and a row that goes alone needs none
+    # a mask over a long prompt is larger than everything else, and a row that is fed alone needs none
     are_alone = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.paddings is not None
     made = []
     for at in range(0, whole, rows):
@@ -88,16 +89,15 @@ def shared_prompts(
     *,
     copies: bool,
 ) -> SharedPrompts:
-    """The prompts of a batch of which heads are shared, not fed yet."""
+    """The prompts of a batch with shared prefixes, to be fed later."""
     prompts, at_once = [r.prompt_tokens for r in requests], partial(rows_at_once, model, has_mask=True)
     assert len(prompts) == len(sharing.of_row), "the sharing of another batch"
     return SharedPrompts(model, prompts, schedule, sharing, allocate, rows_at_once=at_once, copies=copies)
 
 
 def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) -> int:
-    """Rows of prompts that go through the model together, one at least: `num_new` columns of each, which see `columns`.
-
-    `has_mask`: attention is behind one.
+    """How many rows of prompts go through the model together, at least one: `num_new` columns of each, which attend to
+    `columns`. `has_mask`: attention needs a mask.
     """
     rows = model.prompt_tokens // num_new
     if model.device.type == "cuda":
@@ -106,15 +106,15 @@ def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) 
 
 
 def _bytes_of_row(model: Decoder, num_new: int, columns: int, has_mask: bool) -> int:
-    """What lives at the same time of a row's prompt, on a GPU."""
+    """Bytes of a row's prompt that exist at the same time on a GPU."""
     c, itemsize, gates = model.config, model.dtype.itemsize, 2 if model.config.mlp == "swiglu" else 1
     attends, feeds = num_new * (2 * c.q_dim + 2 * c.kv_dim), num_new * 2 * gates * c.ffn_dim  # with its activation
     if c.q_dim != c.kv_dim and wants_all_heads(model.dtype, has_mask=has_mask):
         attends += 2 * columns * c.q_dim
     scores = num_new * columns if has_mask else 0
-    # a mask is bytes; torch turns it over, makes numbers of it, and copies these into lines of 16
+    # a mask has a byte per score; torch inverts it, converts it to numbers, and copies these with rows padded to 16
     attending, feeding = attends * itemsize + scores * (1 + 2 * itemsize), feeds * itemsize
-    states = 4 * num_new * c.hidden_size * itemsize  # embedded, before and behind attention, and their norm
+    states = 4 * num_new * c.hidden_size * itemsize  # embedded, before and after attention, and normed
     return states + scores + max(attending, feeding)
 
 
@@ -129,9 +129,8 @@ def allocate_cache(
     graphs: CudaGraphs | None = None,
     paddings: Sequence[int] | None = None,
 ) -> KVCache:
-    """Per layer, the prompt's columns and one for each decode step that runs the layer, or a layer it shares with.
-
-    `paddings` as in `KVCache`.
+    """A cache with, per layer, `columns` for the prompt and one for each decode step that runs the layer, or one that
+    shares its K/V. `paddings` as in `KVCache`.
     """
     sharing_map, capacities = _capacities(model, columns, schedule, num_new)
     if graphs is not None:
@@ -149,13 +148,13 @@ def allocate_cache(
 
 
 def has_room(graphs: CudaGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
-    """Whether `allocate_cache` finds memory in `graphs` for so many rows now."""
+    """True if `allocate_cache` would find memory in `graphs` for a batch of `num_rows` now."""
     sharing_map, capacities = _capacities(graphs.model, columns, schedule, num_new)
     return graphs.has_room(num_rows, capacities, sharing_map)
 
 
 def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
-    """[L] owners and columns of each layer."""
+    """[L] the layer that stores each layer's K/V, and [L] the columns it needs."""
     sharing_map = kv_sharing_map(schedule, model.config.kv_group_size)
     columns_of = kv_capacities(sharing_map, schedule, columns, num_new)
-    return sharing_map, [columns_of[owner] for owner in sharing_map]
+    return sharing_map, [columns_of[layer] for layer in sharing_map]
