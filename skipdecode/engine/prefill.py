@@ -91,7 +91,7 @@ def shared_prompts(
 ) -> SharedPrompts:
     """The prompts of a batch with shared prefixes, to be fed later."""
     prompts, at_once = [r.prompt_tokens for r in requests], partial(rows_at_once, model, has_mask=True)
-    assert len(prompts) == len(sharing.of_row), "the sharing of another batch"
+    assert len(prompts) == len(sharing.prefix_of_row), "the sharing of another batch"
     return SharedPrompts(model, prompts, schedule, sharing, allocate, rows_at_once=at_once, copies=copies)
 
 

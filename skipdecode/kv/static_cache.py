@@ -32,12 +32,24 @@ class SharedPrefixKV:
     """
 
     def __init__(
-        self, k: Sequence[Tensor], v: Sequence[Tensor], sharing_map: Sequence[int], lengths: Tensor, of_row: Tensor
+        self,
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        sharing_map: Sequence[int],
+        lengths: Tensor,
+        prefix_of_row: Tensor,
     ) -> None:
-        """`lengths` [R] int64: tokens of each prefix. `of_row` [B] int64: the prefix of each row, -1 if it has none."""
-        self._k, self._v, self._sharing_map, self._lengths, self._of_row = k, v, sharing_map, lengths, of_row
-        has_prefix = of_row >= 0
-        chosen = of_row.clamp(min=0)
+        """`lengths` [R] int64: tokens of each prefix. `prefix_of_row` [B] int64: the prefix of each row, -1 if it has
+        none."""
+        self._k, self._v, self._sharing_map, self._lengths, self._prefix_of_row = (
+            k,
+            v,
+            sharing_map,
+            lengths,
+            prefix_of_row,
+        )
+        has_prefix = prefix_of_row >= 0
+        chosen = prefix_of_row.clamp(min=0)
         self.counts = torch.where(has_prefix, lengths[chosen], 0)
         """[B] int64: tokens of each row's prefix."""
         groups, columns = k[0].shape[1:3]
@@ -53,7 +65,9 @@ class SharedPrefixKV:
 
     def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
         """The prefixes of some of the rows, in the same memory."""
-        return SharedPrefixKV(self._k, self._v, self._sharing_map, self._lengths, self._of_row[rows].contiguous())
+        return SharedPrefixKV(
+            self._k, self._v, self._sharing_map, self._lengths, self._prefix_of_row[rows].contiguous()
+        )
 
 
 class KVCache:

@@ -109,9 +109,9 @@ def test_heads_of_heads_are_run_behind_them() -> None:
     prompts, marks = nested()
     sharing = share_prefixes(prompts, marks)
     assert sharing is not None
-    assert [len(head) for head in sharing.heads] == [30, 38, 44, 48]
+    assert [len(head) for head in sharing.prefixes] == [30, 38, 44, 48]
     assert sharing.parents == (-1, 0, 0, 2)
-    assert sharing.of_row == (1, 1, 2, 2, 2, 0, 3, 3, -1)
+    assert sharing.prefix_of_row == (1, 1, 2, 2, 2, 0, 3, 3, -1)
     fed = 30 + 8 + 14 + 4 + sum(len(p) - n for p, n in zip(prompts, (38, 38, 44, 44, 44, 30, 48, 48, 0), strict=True))
     assert sharing.tokens_saved == sum(map(len, prompts)) - fed
 
@@ -222,14 +222,14 @@ def test_sharing_says_what_prompts_are(mix: list[tuple[int, list[int]]], seed: i
     if sharing is None:
         assert all(len(ends) == 1 for _, ends in mix)
         return
-    users = [*sharing.of_row, *sharing.parents]
-    for head in range(len(sharing.heads)):
+    users = [*sharing.prefix_of_row, *sharing.parents]
+    for head in range(len(sharing.prefixes)):
         assert users.count(head) >= 2
-    for at, (head, parent) in enumerate(zip(sharing.heads, sharing.parents, strict=True)):
+    for at, (head, parent) in enumerate(zip(sharing.prefixes, sharing.parents, strict=True)):
         assert parent < at
-        assert parent < 0 or head[: len(sharing.heads[parent])] == sharing.heads[parent]
-    for prompt, head in zip(prompts, sharing.of_row, strict=True):
-        assert head < 0 or tuple(prompt[: len(sharing.heads[head])]) == sharing.heads[head]
+        assert parent < 0 or head[: len(sharing.prefixes[parent])] == sharing.prefixes[parent]
+    for prompt, head in zip(prompts, sharing.prefix_of_row, strict=True):
+        assert head < 0 or tuple(prompt[: len(sharing.prefixes[head])]) == sharing.prefixes[head]
 
 
 def test_the_sharing_of_other_rows_is_refused() -> None:
