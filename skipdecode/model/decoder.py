@@ -1,9 +1,9 @@
-"""The decoder: the weights of a model of any family, and a forward call: embedding, the layer loop, head.
+"""The decoder: the weights of a model of any family, and its forward call: embedding, the layer loop, the LM head.
 
-At full depth it is numerically the Hugging Face model of the family, in eval mode. Not here: the loop (`layer_loop`),
-what a layer computes (`layers`), and how weights are read and saved (`weights`).
+At full depth it is numerically the Hugging Face model of the family in eval mode. The loop over layers is in
+`layer_loop`, a layer in `layer`, and reading and saving weights in `skipdecode.checkpoint.weights`.
 
-B rows, T new columns, D width, E embedding width, V vocabulary.
+B rows, T new tokens, D width, E embedding width, V vocabulary.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ from skipdecode.schedules.plan import LayerPlan
 
 
 class Decoder(nn.Module):
-    """A model of any family (`config`)."""
+    """A decoder-only model of the family and shape that `config` gives."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -51,25 +51,26 @@ class Decoder(nn.Module):
         has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
         self.swift = SwiftKV(config) if has_shared else None
         self.placement: Placement | None = None
-        """Where layers are on several devices."""
+        """The device of each layer, if they are on several."""
         self.packed_head: PackedWeight | None = None
-        """As the back end reads it; None: it is not packed."""
+        """The LM head's weight in the layout of the back end; None if it is not packed."""
         self._rotations: dict[torch.device, Tensor] = {}
         self.quantization: Quantization | None = None
-        """Of the packed weights."""
+        """The quantization of packed weights."""
 
     def pack(self, quantization: Quantization | None = None) -> "Decoder":
-        """For decoding on a CPU: weights as its matrix units read them (`skipdecode.model.linear`). Gives back itself.
+        """Lays weights out as the device's back end reads them (`skipdecode.model.linear`), in place; returns the
+        model.
 
-        From then on the model is for decoding: it cannot be trained, saved, copied or converted. The head is a packed
-        copy of the embedding where that is tied, which stays. Elsewhere nothing happens, and `quantization` is a
-        ValueError.
+        From then on the model can only decode: it cannot be trained, saved, copied or converted. A tied embedding stays
+        beside the packed copy that the LM head uses. Nothing happens where the back end packs nothing; `quantization`
+        is then a ValueError.
         """
         if self.is_packed:
             assert quantization == self.quantization, "packed already"
             return self
         backend, linears = backend_on(self.device), [m for m in self.modules() if isinstance(m, Linear)]
-        backend.check(self.head_weight, quantization)  # all of them first: half a model is of no use
+        backend.check(self.head_weight, quantization)  # check everything before packing anything
         for linear in linears:
             backend.check(linear.weight, quantization, is_gated=linear.is_gated)
         self.packed_head = pack(self.head_weight, quantization)
@@ -86,7 +87,8 @@ class Decoder(nn.Module):
         return self
 
     def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "Decoder":
-        """A model that shares these weights and has those of SwiftKV beside them, taken from these (`copy_teacher`)."""
+        """A model that shares these weights and adds those of SwiftKV, initialised from them
+        (`SwiftKV.copy_teacher`)."""
         other = self._with(SwiftKVConfig(kv_layers, group_size))
         if other.swift is not None:
             other.swift.to(dtype=self.dtype).to_empty(device=self.device)
@@ -94,11 +96,11 @@ class Decoder(nn.Module):
         return other
 
     def without_swiftkv(self) -> "Decoder":
-        """A model that shares these weights, but for those of SwiftKV."""
+        """A model that shares these weights and has no SwiftKV."""
         return self._with(None)
 
     def _with(self, shape: SwiftKVConfig | None) -> "Decoder":
-        """This model with room for SwiftKV's weights of that shape, and none of its own."""
+        """A model that shares these weights, with uninitialised SwiftKV weights of that shape, or without any."""
         assert not self.is_packed, "packed weights cannot be shared"
         with torch.device("meta"):
             other = Decoder(replace(self.config, swiftkv=shape))
@@ -112,37 +114,37 @@ class Decoder(nn.Module):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of prompts that go through the model at once, as the back end wants it (`Backend.prompt_tokens`)."""
+        """How many prompt tokens go through the model at once, as the back end prefers (`Backend.prompt_tokens`)."""
         return backend_on(self.device).prompt_tokens(self._fused, self.device)
 
     @property
     def supports_shared_prefix(self) -> bool:
-        """Whether rows can read one copy of a prefix that they share (`Backend.supports_shared_prefix`)."""
+        """True if rows can read one copy of a prefix that they share (`Backend.supports_shared_prefix`)."""
         return backend_on(self.device).supports_shared_prefix(self._fused)
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a token's logits are the same, bit by bit, whatever is fed beside it."""
+        """True if a token's logits are bitwise the same whatever else is in the batch."""
         by_kernels = self.project_in is None and product(self.packed_head, None) is not None
         return by_kernels and self.placement is None and backend_on(self.device).is_batch_invariant(self._fused)
 
     def supports_packed_prompts(self, memory: Tensor) -> bool:
-        """Whether prompts are fed without their padding into `memory` [B, G, S, K] of that kind."""
+        """True if prompts can be fed without padding into a cache like `memory` [B, G, S, K]."""
         return backend_on(self.device).supports_packed_prompts(self._fused, memory)
 
     @property
     def _fused(self) -> list[FusedLayer | None]:
-        """[L] what the back end runs each layer by; None: by parts."""
+        """[L] the back end's kernel of each layer; None for layers that run as separate operators."""
         return [layer.kernel for layer in self.layers]
 
     @property
     def weight_itemsize(self) -> int:
-        """Bytes that a product reads per weight."""
+        """Bytes per weight that a matrix product reads."""
         return self.dtype.itemsize if self.quantization is None else WEIGHT_BYTES[self.quantization]
 
     @property
     def has_matrix_units(self) -> bool:
-        """Whether its products are those of matrix units."""
+        """True if matrix products run on matrix units."""
         return backend_on(self.device).has_matrix_units
 
     @property
@@ -159,12 +161,12 @@ class Decoder(nn.Module):
 
     @property
     def rotary_table(self) -> Tensor | None:
-        """The table of `rope.rotary_table` on the model's device."""
+        """The rotary table (`rope.rotary_table`) on the model's device; None without rotary embeddings."""
         return self.rotary_table_on(self.device)
 
     def rotary_table_on(self, device: torch.device) -> Tensor | None:
         if self.config.rope is not None and device not in self._rotations:
-            with torch.inference_mode(False):  # a backward pass may want it
+            with torch.inference_mode(False):  # a backward pass may need it
                 made = rotary_table(self.config, device)
             assert made is not None
             self._rotations[device] = made
@@ -175,11 +177,11 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, E] the head's plain weight, of a model that `has_head_rows`."""
+        """[V, E] the unpacked weight of the LM head, in a model that `has_head_rows`."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens, positions [...] int64 -> [..., D]. Position 0 is the first real token, -1 a padding column."""
+        """tokens, positions [...] int64 -> [..., D]. Position 0 is a row's first token, -1 is padding."""
         h: Tensor = self.embed_tokens(tokens)
         if self.project_in is not None:
             h = self.project_in(h)
@@ -188,7 +190,7 @@ class Decoder(nn.Module):
         return h
 
     def head(self, h: Tensor) -> Tensor:
-        """Final norm and head: [..., D] -> logits [..., V]."""
+        """Final norm and LM head: [..., D] -> logits [..., V]."""
         x = self.head_states(h)
         if self.packed_head is not None:
             return self.packed_head(x, None)
@@ -196,26 +198,25 @@ class Decoder(nn.Module):
         return logits
 
     def head_into(self, h: Tensor, out: Tensor) -> Tensor:
-        """`head` of [B, D], written to `out` [B, V], which is given back. Not for training."""
+        """`head` of [B, D], written to `out` [B, V] and returned. Not for training."""
         x = self.head_states(h)
         if self.packed_head is not None:
             return self.packed_head.into(x, out)
         return torch.mm(x, self.head_weight.t(), out=out)
 
     def argmax(self, h: Tensor) -> Tensor:
-        """The likeliest token by the logits of `head`, the lower one of equals: [B, D] -> [B] int64. Where a kernel can
-        do without them they are not written."""
+        """The most likely token, the lower id if two are equal: [B, D] -> [B] int64. Packed heads write no logits."""
         if self.packed_head is not None:
             return self.packed_head.argmax(self.head_states(h))
         return argmax(self.head(h))
 
     @property
     def has_head_rows(self) -> bool:
-        """Whether the head's plain weight is there; not where it is packed and not tied to the embedding."""
+        """True if the LM head has an unpacked weight, which a packed head has only if it is tied to the embedding."""
         return self.head_weight is not None
 
     def head_states(self, h: Tensor) -> Tensor:
-        """[..., D] -> what the rows of the head are compared with, [..., E]."""
+        """Final norm and output projection: [..., D] -> the input [..., E] of the LM head."""
         if self.final_norm is not None:
             h = self.final_norm(h)
         if self.project_out is not None:
@@ -233,17 +234,19 @@ class Decoder(nn.Module):
         return_argmax: bool = False,
         before: Tensor | None = None,
     ) -> Tensor:
-        """Feeds T columns behind those in `cache` and fills it: [B, T] int64 -> logits of the last, [B, V].
+        """Feeds T tokens per row after those in `cache`, and stores their K/V: [B, T] int64 -> logits [B, V] of the
+        last.
 
-        `ffns`: who runs the batch's feed-forward blocks. `return_argmax`: the likeliest token instead, [B] int64.
-        `before` [B] int64: the columns are the ends of prompts, of which so many tokens are in `cache` or shared.
+        `ffns` runs the batch's feed-forward blocks. `return_argmax`: return the most likely token [B] int64 instead.
+        `before` [B] int64: the tokens are the ends of prompts, of which so many tokens are in `cache` or in a shared
+        prefix already.
         """
         T = tokens.shape[1]
         is_prompt = before is not None or (T > 1 and cache.length == 0)
         ranges = LayerRanges.of_plan(plan, ffns.deferred(plan), is_prompt=is_prompt)
         if self.placement is not None:
-            assert before is None, "heads of prompts are shared on one device"
-            last = self._in_parts(self.placement, tokens, positions, cache, ranges)
+            assert before is None, "shared prefixes need all layers on one device"
+            last = self._forward_pipelined(self.placement, tokens, positions, cache, ranges)
             cache.length += T
             return self.argmax(last) if return_argmax else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_table)
@@ -255,10 +258,11 @@ class Decoder(nn.Module):
         cache.length += T
         return self.argmax(last) if return_argmax else self.head(last)
 
-    def _in_parts(
+    def _forward_pipelined(
         self, placement: Placement, tokens: Tensor, positions: Tensor, cache: KVCache, ranges: LayerRanges
     ) -> Tensor:
-        """[B, T] -> the last column's states [B, D], on the first device."""
+        """`forward` over several devices, up to the LM head: [B, T] -> the last token's states [B, D], on the first
+        device."""
         runs = []
         for rows, part in cache.parts(placement.num_parts):
             kv = PaddedView(part, positions[rows], self.rotary_table)

@@ -1,10 +1,9 @@
-"""One decoder layer of any family: norms, attention, feed-forward, by parts or as one kernel of the back end.
+"""One decoder layer of any family: norms, attention, feed-forward, as separate operators or one kernel of the back end.
 
-A layer knows its weights and nothing of plans, caches or positions: the loop (`skipdecode.model.layer_loop`) says
-what runs,
-the view (`skipdecode.kv.view`) holds keys and values and knows where columns stand.
+A layer knows its weights, and nothing of plans, caches or positions: the loop (`skipdecode.model.layer_loop`) says what
+runs, and a view (`skipdecode.kv.view`) holds keys, values and positions.
 
-B rows, T columns, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
+B rows, T tokens, D width, H query heads, G key/value heads, K head dim, F feed-forward width.
 """
 
 from torch import Tensor, nn
@@ -23,14 +22,14 @@ def make_norm(config: DecoderConfig, width: int) -> nn.LayerNorm | nn.RMSNorm:
 
 
 def kernel_shape(config: DecoderConfig, rotary_table: Tensor | None) -> LayerShape:
-    """What a kernel for such a layer needs to know."""
+    """The shape of a layer, for the back end's kernels."""
     heads = (config.num_attention_heads, config.num_kv_heads, config.head_dim)
     return LayerShape(*heads, config.norm_epsilon, config.is_pre_norm, config.norm, config.mlp, rotary_table)
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, of which a plan may skip either. Query, key and value projections are fused into one,
-    gate and up projections likewise."""
+    """Attention and feed-forward, either of which a plan may skip. Query, key and value projections are fused into one,
+    and so are gate and up projections."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class Layer(nn.Module):
         self.query_kernel: FusedLayer | None = None
 
     def fuse(self, rotary_table: Tensor | None, query: Linear | None = None) -> None:
-        """The layer as one kernel, where the back end has one; `query` as in `forward`."""
+        """Makes the layer one kernel if the back end has one; `query` as in `forward`."""
         shape = kernel_shape(self.config, rotary_table)
 
         def fused(first: Linear) -> FusedLayer | None:
@@ -61,17 +60,17 @@ class Layer(nn.Module):
 
     @property
     def linears(self) -> list[Linear]:
-        """In the order in which they run."""
+        """The linear layers in the order in which they run."""
         return [self.qkv, self.out_proj, self.fc1, self.fc2]
 
     def forward(
         self, h: Tensor, kv: KVView, number: int, *, attends: bool, feeds: bool, query: Linear | None = None
     ) -> Tensor:
-        """Attention, feed-forward or both for h [B, T, D], the same memory where that is one kernel; the call that FSDP
-        gathers the layer's weights for.
+        """Attention, feed-forward or both for h [B, T, D]; a kernel works in place. FSDP gathers the layer's weights
+        for this call.
 
-        `number`: of the layer. `query`: K and V of these columns are there already, and queries come from this
-        projection (SwiftKV).
+        `number`: the layer's number. `query`: SwiftKV's query projection, where K and V of the tokens are stored
+        already.
         """
         kernel = self.kernel if query is None or not attends else self.query_kernel
         if kernel is not None and kv.has_kernels:
@@ -81,14 +80,15 @@ class Layer(nn.Module):
         return self.feed(h) if feeds else h
 
     def store(self, h: Tensor, kv: KVView, number: int) -> None:
-        """K and V alone, of h [B, T, D]."""
+        """Stores K and V of h [B, T, D], and does nothing else."""
         if self.kernel is not None and self.kernel.store is not None and kv.stores_by_kernel:
             return kv.store_by_kernel(self.kernel.store, h, {0: number})
         _, k, v = self._project(h, kv)
         return kv.store(number, k, v)
 
     def keys(self, k: Tensor, kv: KVView) -> Tensor:
-        """Keys [B, G, T, K] as projected -> as they are kept: normed, and turned to their positions."""
+        """Projected keys [B, G, T, K] -> keys as they are stored: normed, with the rotary embedding of their
+        positions."""
         return apply_rotary(k if self.k_norm is None else self.k_norm(k), kv.rotation)
 
     def _project(self, h: Tensor, kv: KVView) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,11 +119,11 @@ class Layer(nn.Module):
         return self.post_norm(self.add_feed(h))
 
     def add_feed(self, h: Tensor) -> Tensor:
-        """h + FFN(norm(h)): the state whose likeness to h says whether the block was needed (`ffn_executor`)."""
+        """h + FFN(norm(h)); FFN-SkipLLM compares it with h (`ffn_executor`)."""
         x = self.ffn_norm(h) if self.config.is_pre_norm else h
         added: Tensor = self.fc2(self.fc1(x, activation=self.config.mlp), residual=h)
         return added
 
     def post_norm(self, h: Tensor) -> Tensor:
-        """350m's norm behind the block."""
+        """The norm after the block in post-norm models (OPT-350m)."""
         return h if self.config.is_pre_norm else self.ffn_norm(h)

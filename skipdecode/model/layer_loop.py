@@ -1,10 +1,10 @@
-"""The layer loop: which sublayers run, and on what, is data (`LayerRanges`).
+"""The layer loop, for which the sublayers that run, and the rows or tokens that they run on, are data (`LayerRanges`).
 
-The loop serves cohorts (all rows or none), continuous batches (the rows from one on) and teacher-forced passes (the
-columns up to one): in each the tokens that run a layer lie together. Not here: embedding and head (`decoder`), what a
-layer computes (`layers`), and where keys and values lie (`kv`).
+The loop serves static batches (a layer runs on all rows or on none), continuous batches (on the youngest rows) and
+teacher-forced passes (on the first tokens): in each, the tokens that run a layer are contiguous. Embedding and LM head
+are in `decoder`, a layer in `layer`, keys and values in `skipdecode.kv`.
 
-B rows, T new columns, D width.
+B rows, T new tokens, D width.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -26,11 +26,11 @@ from skipdecode.schedules.layer_ranges import ALL, LayerRanges
 
 
 class Layered(Protocol):
-    """What the loop runs (`skipdecode.model.decoder.Decoder`)."""
+    """The part of `skipdecode.model.decoder.Decoder` that the loop uses."""
 
     @property
     def placement(self) -> Placement | None:
-        """Where layers are on several devices."""
+        """The device of each layer, if they are on several."""
 
     @property
     def layers(self) -> list[Layer]: ...
@@ -39,16 +39,17 @@ class Layered(Protocol):
         """SwiftKV's weights, in a model that has them."""
 
     def rotary_table_on(self, device: torch.device) -> Tensor | None:
-        """The table of `rope.rotary_table` on a device."""
+        """The rotary table (`rope.rotary_table`) on a device."""
 
 
 def run_layers(
     model: Layered, h: Tensor, kv: KVView, ranges: LayerRanges, *, ffns: FFNExecutor = ALL_ROWS, recompute: bool = False
 ) -> tuple[Tensor, KVView]:
-    """h [B, T, D] (as `kv` has it) through the layers: the states before the head, and the view of those that are left.
+    """Runs h [B, T, D] (or as `kv` has it) through the layers; returns the states before the LM head, and the view of
+    the tokens that are left.
 
-    `ffns` runs the feed-forward blocks that are in no call with attention. `recompute`: only the inputs of layers are
-    kept for a backward pass. Where kernels work in place, h is overwritten.
+    `ffns` runs deferred feed-forward blocks. `recompute`: keep only the inputs of layers for the backward pass
+    (activation checkpointing). Kernels that work in place overwrite h.
     """
     if model.placement is None:
         return _run(model, ranges.groups, h, kv, ranges, ffns=ffns, recompute=recompute)
@@ -58,10 +59,10 @@ def run_layers(
 def run_placed(
     model: Layered, placement: Placement, h: Tensor, kv: MovableView, ranges: LayerRanges, *, recompute: bool = False
 ) -> Generator[None, None, tuple[Tensor, KVView]]:
-    """`run_layers` over several devices, with the pauses that `in_phases` wants. States come back to the first device;
+    """`run_layers` over several devices, with the pauses that `in_phases` expects. States return to the first device;
     the view is that of the last layer."""
-    assert not ranges.deferred_ffns, "rows that decide on blocks are on one device"
-    assert ranges.kv_layers is None, "keys of many layers are written at once, which are on one device"
+    assert not ranges.deferred_ffns, "deferred feed-forward blocks need all layers on one device"
+    assert ranges.kv_layers is None, "SwiftKV needs all layers on one device"
     at = 0
     groups = groupby(cut(ranges.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
     for number, here in groups:
@@ -80,15 +81,15 @@ def _run(
     model: Layered, groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, ranges: LayerRanges, *,
     ffns: FFNExecutor = ALL_ROWS, recompute: bool = False,
 ) -> tuple[Tensor, KVView]:  # fmt: skip
-    """`run_layers` of some groups of layers, on one device."""
-    entered: slice | None = None  # tokens whose K and V of the upper layers are written
+    """Runs some groups of layers on one device, as `run_layers`."""
+    entered: slice | None = None  # SwiftKV: tokens whose upper K/V are written
     layers = model.layers
     for group in groups:
         i = group[0]
         attn, ffn = ranges.attn[i], ranges.ffn[i]
         is_upper = attn is not None and ranges.kv_layers is not None and i >= ranges.kv_layers
         if is_upper and (new := ranges.entering(i, entered)) is not None:
-            assert model.swift is not None, "a plan for upper layers' K and V from one state, and a model without"
+            assert model.swift is not None, "the plan uses SwiftKV, and the model has no SwiftKV weights"
             part = h if new == ALL else h[new]
             model.swift.write(part, kv.part(new), ranges.layers_of(new), layers)
             entered = attn
@@ -109,7 +110,7 @@ def _run(
 
 
 def layer_call(*, recompute: bool) -> Callable[..., Tensor]:
-    """Calls a layer as `Layer.forward`; `recompute`: keeping its input alone for the backward pass."""
+    """A function that calls `Layer.forward`; with `recompute` it keeps only the input for the backward pass."""
     return partial(checkpoint, use_reentrant=False) if recompute else _call
 
 
@@ -122,7 +123,8 @@ def _run_group(
     layers: Sequence[Layer], group: Sequence[int], kv: KVView, h: Tensor, *,
     feeds: bool, queries: SwiftKV | None, call: Callable[..., Tensor],
 ) -> Tensor:  # fmt: skip
-    """Attention of the layers of a group, and feed-forward where it `feeds`; `queries`: whose; None: their own."""
+    """Runs the attention of a group of layers, and their feed-forward if `feeds`. `queries`: SwiftKV's query
+    projections, None for the layers' own."""
     if kv.has_kernels:
         fused = [layers[i].kernel if queries is None else layers[i].query_kernel for i in group]
         if None not in fused:
@@ -134,15 +136,17 @@ def _run_group(
 
 
 def _on(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """h with `run` of a part of it in its place."""
+    """h with one part of it, rows or tokens by `axis`, replaced by `run` of that part."""
     if part == ALL:
         return run(h)
     if axis == 1:
         new, end = run(h[:, part]), part.stop
-        return new if end == h.shape[1] else torch.cat([new, h[:, end:]], dim=1)  # a backward pass needs the old ones
+        return (
+            new if end == h.shape[1] else torch.cat([new, h[:, end:]], dim=1)
+        )  # not in place, since the backward pass needs the old states
     if not part.start:
         return run(h)
     new = run(h[part])
-    if new.data_ptr() != h[part].data_ptr():  # not by a kernel that works in place
+    if new.data_ptr() != h[part].data_ptr():  # unless a kernel worked in place
         h[part] = new
     return h

@@ -1,8 +1,8 @@
-"""A linear layer that can be packed: its weight laid out once, as the device's back end reads it.
+"""A linear layer whose weight can be packed, that is, laid out once as the device's back end reads it.
 
-A packed layer computes the same product, and fuses an activation or a residual into it. Packing is for inference: there
-is no gradient, and the plain weight is given up. Which weights gain by it, and which quantizations there are, the back
-end knows (`skipdecode.backends`).
+A packed layer computes the same product and can fuse an activation or a residual into it. Packing is for inference:
+there is no gradient, and the plain weight is dropped. The back end decides which weights are packed, and which
+quantizations exist (`skipdecode.backends`).
 """
 
 import torch
@@ -15,14 +15,14 @@ from skipdecode.config.model import Quantization
 
 
 class Linear(nn.Linear):
-    """[..., in] -> [..., out]: x W^T + b, then an activation or plus `residual` [..., out] where asked for.
+    """[..., in] -> [..., out]: x W^T + b, then an activation, or the sum with `residual` [..., out].
 
-    `is_gated`: a layer for `swiglu`: outputs are [gate; other], and the result is silu(gate) * other [..., out / 2].
+    `is_gated`: for `swiglu`, where the outputs are [gate; up] and the result is silu(gate) * up [..., out / 2].
     """
 
     packed: PackedWeight | None = None
     backend: Backend = TORCH
-    """What packed it."""
+    """The back end that packed it."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.is_gated = is_gated
         self.lora: nn.Module | None = None
-        """What training adds (`skipdecode.training.lora`)."""
+        """A LoRA adapter in training (`skipdecode.training.lora`)."""
 
     def forward(self, x: Tensor, *, activation: Activation = "none", residual: Tensor | None = None) -> Tensor:
         assert self.is_gated == (activation == "swiglu"), (self.is_gated, activation)
@@ -49,8 +49,8 @@ class Linear(nn.Linear):
         return y if residual is None else residual + y
 
     def pack(self, quantization: Quantization | None = None) -> None:
-        """Gives up `weight` for a packed one, where this device and type gain by it; else nothing happens."""
-        assert self.lora is None, "an adapter is trained here"
+        """Replaces `weight` by a packed one if the back end packs it on this device and in this dtype."""
+        assert self.lora is None, "a layer with an adapter in training cannot be packed"
         self.backend = backend_on(self.weight.device)
         self.packed = self.backend.pack(self.weight, quantization, is_gated=self.is_gated)
         if self.packed is None:
@@ -60,15 +60,15 @@ class Linear(nn.Linear):
             self.bias = nn.Parameter(self.packed.ordered(self.bias.detach()), requires_grad=False)
 
     def product(self) -> Product | None:
-        """For a kernel that does more than this layer; None where its weight is not packed for kernels."""
+        """The layer as part of a larger kernel; None if its weight is not packed for kernels."""
         return product(self.packed, self.bias)
 
 
 def pack(weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False) -> PackedWeight | None:
-    """A weight [out, in] alone, as `Linear.pack` does it."""
+    """A weight [out, in] packed as `Linear.pack` does it; None if the back end does not pack it."""
     return backend_on(weight.device).pack(weight, quantization, is_gated=is_gated)
 
 
 def product(packed: PackedWeight | None, bias: Tensor | None) -> Product | None:
-    """For a kernel that does more than this product; None where the weight is not packed for kernels."""
+    """The product as part of a larger kernel; None if the weight is not packed for kernels."""
     return None if packed is None else packed.product(bias)
