@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --root-user-action
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo demo-chat test test-fast test-all chaos check docs bench gpu baselines quality clean
+.PHONY: help setup setup-dev demo demo-chat test test-fast test-ray test-all chaos check docs bench gpu baselines quality clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,16 +37,15 @@ demo: .venv/installed  ## the main job on the demo model and a corpus made on th
 demo-chat: .venv/installed  ## a chat model of the package registry (93 MB) answers 600 instructions
 	$(BIN)/skipdecode demo --chat
 
-FAST := $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ray and not process"
-# Two at a time on any machine: each takes several processes, and two of them fill two cores.
-RAY := $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and (ray or process)"
+# The three parts run side by side, since tests with Ray wait more than they compute; each prints when it is over.
+test: .venv/installed-test  ## what CI runs: lint, types and tests; about 8 minutes on two cores
+	$(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) check test-fast test-ray
 
-test: .venv/installed-test check  ## what CI runs: lint, types, tests; 12 to 15 minutes on two cores
-	$(FAST)
-	$(RAY)
+test-fast: .venv/installed-test  ## the tests that start neither Ray nor another process
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ray and not process"
 
-test-fast: .venv/installed-test  ## what starts no Ray and no process; 6 to 9 minutes on two cores
-	$(FAST)
+test-ray: .venv/installed-test  ## the tests that start Ray or another process
+	$(BIN)/python -m pytest -n 1 --dist loadscope -m "not slow and (ray or process)"
 
 test-all: .venv/installed-test  ## the slow tests, too
 	$(BIN)/python -m pytest --hypothesis-profile=thorough

@@ -53,9 +53,11 @@ def test_tests_add_to_what_the_demo_has_installed(checkout: Path) -> None:
     assert make(checkout, "setup") == ["install ."]
     lanes = [
         "-n auto --dist worksteal -m not slow and not ray and not process",
-        "-n 2 --dist loadscope -m not slow and (ray or process)",
+        "-n 1 --dist loadscope -m not slow and (ray or process)",
     ]
-    assert make(checkout, "test") == ["install .[test]", *checks, *(f"python -m pytest {lane}" for lane in lanes)]
+    first, *others = make(checkout, "test")
+    assert first == "install .[test]"
+    assert sorted(others) == sorted([*checks, *(f"python -m pytest {lane}" for lane in lanes)])
     assert make(checkout, "check") == checks
     assert make(checkout, "setup-dev") == []
     assert make(checkout, "demo") == ["skipdecode demo"]
