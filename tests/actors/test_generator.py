@@ -46,6 +46,7 @@ def test_answers_are_those_of_the_rows_alone(
     assert generator(requests).answers == one_by_one(shared, requests)
 
 
+@pytest.mark.slow  # short lane: that `generate` is exact under every method, and batches under one
 @pytest.mark.parametrize("decode", decodes().values(), ids=decodes())
 def test_every_method(build: Callable[..., Generator], decode: dict[str, Any]) -> None:
     generator, requests = build(decode=decode), random_requests(14, limits=(12, 5))
