@@ -234,7 +234,7 @@ def test_requests_that_wait_together_share_prefixes(
             engine.add(request)
         tokens: dict[str, list[int]] = {}
         while not engine.is_idle:
-            for progress in engine.turn():
+            for progress in engine.step():
                 assert progress.error is None
                 tokens.setdefault(progress.ticket.request.id, []).extend(progress.tokens)
         made.append(tokens)
