@@ -183,7 +183,7 @@ def record_zero(metric: Metric, tags: dict[str, str] | None) -> None:
 
 
 def hide_restart_warnings() -> None:
-    """Of the workers that Ray Data starts in this process from now on (`ray_noise.RESTART`)."""
+    """Hides the line `ray_logging.RESTART` for workers that Ray Data starts in this process from now on."""
     loud = ActorPoolMapOperator._start_actor
     if hasattr(loud, "__wrapped__"):
         return
