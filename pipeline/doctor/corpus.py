@@ -11,9 +11,8 @@ from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
 from pipeline.estimate.text import lines
 from pipeline.formatting import Log
-from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
-from pipeline.generate.plan import check_score_columns
-from pipeline.generate.stage_configs import make_sampling, tokenize_config
+from pipeline.generate.dataset import make_sampling, tokenize_config
+from pipeline.generate.plan import check_score_columns, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.input.files import Listing
 from pipeline.input.plan import columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names

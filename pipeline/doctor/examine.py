@@ -28,7 +28,7 @@ from pipeline.doctor.facts import (
 )
 from pipeline.doctor.versions import check_versions
 from pipeline.formatting import Json, Log
-from pipeline.generate.stage_configs import local_paths, make_generator
+from pipeline.generate.dataset import local_paths, make_generator
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
 from pipeline.store.run_folder import RunFolder

@@ -43,7 +43,7 @@ def check_apart(folder: RunFolder, listing: Listing) -> None:
 
 
 @contextmanager
-def left_as_found(folder: RunFolder) -> Iterator[None]:
+def removed_on_refusal(folder: RunFolder) -> Iterator[None]:
     """A refusal takes the folder away again that was made to see whether it can be."""
     is_new = folder.is_local and not os.path.lexists(folder.root)
     try:

@@ -1,7 +1,7 @@
 """A run before it starts: model, output, input and cluster checked, cheapest first; every `auto` settled.
 
-Everything that can be known before the start is checked here (`ConfigError`, exit code 2). Starts Ray, and nothing
-else. Left out: what of the rows is done already (`resume`).
+Everything that can be known before the start is checked here (`ConfigError`, exit code 2). It starts Ray, and nothing
+else. Which rows are done already is found later (`resume`).
 """
 
 import os
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from actors.templates.chat_template import ChatTemplate
+from actors.templates.chat_template_files import load_chat_template
 from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
 from pipeline.cluster.node_backends import find_backends, settle_dtype, why_by_torch, why_no_int8
 from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Log, count
-from pipeline.generate.chat import find_chat_template, unused_chat_template, used_chat_template
-from pipeline.generate.check_paths import check_apart, check_output, has_all_rows, left_as_found
+from pipeline.generate.check_paths import check_apart, check_output, has_all_rows, removed_on_refusal
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.generate.stopping import stop_on_sigterm
@@ -24,10 +25,18 @@ from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
 from pipeline.input.plan import InputPlan, columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
+from pipeline.input.scan import FileScan
 from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from skipdecode.backends.choice import VARIABLE
+from skipdecode.checkpoint.hub import resolve_source
+
+REMEDY = "set input.chat_template to a file that has one"
+UNUSED = (
+    "input.chat: the model has a chat template, and prompts are given as they are; input.chat=true makes each a "
+    "message of a user. Leave it false where prompts hold the template already, or the model was tuned without it"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def plan_run(config: JobConfig, log: Log, index_all: bool = False) -> PlannedRun
     """
     model = check_model(config, log)
     folder = RunFolder.open(config.output.path)
-    with left_as_found(folder):
+    with removed_on_refusal(folder):
         return _plan(config, model, folder, log, index_all)
 
 
@@ -76,7 +85,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     stop_on_sigterm()
     log(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = find_pool(config.actors, cluster)
-    dtype = settle_numbers(config, model, begun_in(earlier), cluster, pool)
+    dtype = settle_run_dtype(config, model, dtype_of_run(earlier), cluster, pool)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, log)
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, log, sum_ids=index_all or not is_finished)
@@ -111,12 +120,12 @@ def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
         )
 
 
-def begun_in(earlier: RunState | None) -> str | None:
+def dtype_of_run(earlier: RunState | None) -> str | None:
     """The type that the run in the folder decodes in."""
     return None if earlier is None else str(earlier["fingerprint"]["model.dtype"])
 
 
-def settle_numbers(config: JobConfig, model: ResolvedModel, begun: str | None, cluster: Cluster, pool: Pool) -> str:
+def settle_run_dtype(config: JobConfig, model: ResolvedModel, begun: str | None, cluster: Cluster, pool: Pool) -> str:
     """The type that all workers decode in; ConfigError where they could not load the model for it.
 
     `auto` is what the run was `begun` in, wherever it goes on; else what suits the nodes that decode. These are asked
@@ -132,3 +141,44 @@ def settle_numbers(config: JobConfig, model: ResolvedModel, begun: str | None, c
     lacking = why_by_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device, lacking)
     return dtype
+
+
+def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate | None:
+    """That of `input.chat_template`, or the checkpoint's; None: it has none, and the configuration asks for none."""
+    given, own = config.input.chat_template, config.model.tokenizer
+    try:
+        source = resolve_source(own, "model.tokenizer") if own else model.folder
+        found = load_chat_template(source, model.config.model_type, None if given == "auto" else given)
+    except ValueError as error:
+        if given == "auto" and not config.input.is_chat:
+            return None
+        raise ConfigError("input.chat_template", str(error)) from error
+    if found is None and config.input.is_chat:
+        asked = "input.chat" if config.input.chat else "input.messages_column"
+        raise ConfigError(
+            "input.chat_template", f"{asked} needs a chat template, and the checkpoint has none; {REMEDY}"
+        )
+    return found
+
+
+def used_chat_template(
+    chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], log: Log
+) -> ChatTemplate | None:
+    """None where no prompt goes through it."""
+    chats = sum(scan.num_chats for scan in scans)
+    if format == "openai_batch" and chats and chat is None:
+        if chats == sum(scan.num_documents for scan in scans):
+            raise ConfigError(
+                "input.chat_template",
+                f"every line is a chat, and the checkpoint has no chat template that can be used; {REMEDY}",
+            )
+        why = "the checkpoint has no template that can be used"
+        log(f"input.chat_template: {count(chats, 'chat')} will fail, since {why}; {REMEDY}")
+    return chat if chats or config.input.is_chat else None
+
+
+def unused_chat_template(chat: ChatTemplate | None, config: JobConfig, format: str) -> str | None:
+    """A remark where the model has a template (`chat`, of `find_chat_template`), prompts are given as they are, and
+    nobody said that this is meant. For new runs: one that was begun cannot change it. None: there is nothing to say."""
+    is_meant = "chat" in config.input.model_fields_set or config.input.is_chat or config.model.adapter is not None
+    return None if chat is None or is_meant or format == "openai_batch" else UNUSED

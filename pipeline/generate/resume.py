@@ -55,17 +55,6 @@ def settle_rows(
     return Work(plan, done if done.num_rows else None, place)
 
 
-def all_data_files(folder: RunFolder) -> list[str]:
-    """Of both statuses."""
-    return folder.all_data_files()
-
-
-def remove_empty(folder: RunFolder, check: Callable[[], None], log: Log) -> None:
-    """Deletes data files of no bytes: they hold no rows. `check` is asked before each step."""
-    for path in folder.remove_empty(check):
-        log(f"{path}: removed; it is empty, as an upload that was cut off leaves it, and its rows are made again")
-
-
 def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], log: Log) -> None:
     """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it.
 

@@ -21,8 +21,8 @@ from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.formatting import Json, Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import all_data_files, remove_empty, remove_late, settle_rows
-from pipeline.generate.row_accounting import close_books, expected_ids, first_state, refuse_open_books
+from pipeline.generate.resume import remove_late, settle_rows
+from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
 from pipeline.generate.run import RunResult, finish_run, was_finished
 from pipeline.generate.stream import stream_rows
 from pipeline.input.ids import sum_outputs
@@ -87,7 +87,7 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     is_finished = earlier["state"] == "finished"
     finish_commit(folder, earlier, log, lease.check)
     remove_late(folder, earlier, lease.check, log)
-    remove_empty(folder, lease.check, log)
+    folder.remove_empty(lease.check, log)
     tried = {path: count for path in folder.data_files("failed") if (count := _count_retryable(folder, path))}
     total = sum(tried.values())
     if not total:
@@ -97,7 +97,7 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
             folder.leave(session)
             return RetryResult(was_finished(planned), 0, 0)
     state = first_state(planned, session, "retrying", [] if lease.followed is None else [lease.followed])
-    state["known"] = [folder.name(path) for path in all_data_files(folder)]
+    state["known"] = [folder.name(path) for path in folder.all_data_files()]
     expected: int | None = None
     try:
         folder.write_state(state, lease.check)
@@ -107,7 +107,7 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
             lease.check()
             _commit(folder, state, list(tried), overrides, total, lease)
         else:  # it ends what was cut off, and closes the books
-            expected = expected_ids(planned, settle_rows(planned, all_data_files(folder), log).plan)
+            expected = expected_ids(planned, settle_rows(planned, folder.all_data_files(), log).plan)
     except BaseException:
         if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
             folder.write_state(earlier | {"sessions": state["sessions"]}, lease.check)
@@ -115,8 +115,8 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     finish_commit(folder, state, log, lease.check)
     remove_late(folder, state, lease.check, log)
     state["state"] = "retrying"
-    close_books(folder, state, lease.check, expected)
-    refuse_open_books(folder, state, lease.check)
+    reconcile(folder, state, lease.check, expected)
+    refuse_unreconciled(folder, state, lease.check)
     return RetryResult(finish_run(planned, state, lease, log), total, state["retries"][-1]["ok"] if total else 0)
 
 
@@ -135,7 +135,7 @@ def _place(state: RunState) -> str:
 
 def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, log: Log) -> InputPlan:
     """The rows that are tried again, into files beside the data; the plan with its duplicates."""
-    files = all_data_files(planned.folder)
+    files = planned.folder.all_data_files()
     work = settle_rows(planned, files, log, without_codes=RETRYABLE, place=_place(state))
     if work.num_left != total:
         raise ConfigError(

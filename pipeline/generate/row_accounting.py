@@ -63,7 +63,7 @@ def _ended(folder: RunFolder, earlier: RunState | None) -> list[Session]:
     return sessions
 
 
-def close_books(folder: RunFolder, state: RunState, check: Check, expected: int | None) -> None:
+def reconcile(folder: RunFolder, state: RunState, check: Check, expected: int | None) -> None:
     """Counts what is on disk and writes it down, whatever happened before; `check` is asked before it is written.
 
     The books are closed where as many rows are there as in the input, and the same ids: `expected` is the sum of these
@@ -89,7 +89,7 @@ def expected_ids(planned: PlannedRun, plan: InputPlan) -> int | None:
     return None if planned.id_sum is None else (planned.id_sum + sum_duplicates(plan)) % ID_MODULUS
 
 
-def refuse_open_books(folder: RunFolder, state: RunState, check: Check) -> None:
+def refuse_unreconciled(folder: RunFolder, state: RunState, check: Check) -> None:
     """RuntimeError where rows are missing, or there twice: a run may not end as if it had all."""
     if not state["books"]["closed"]:
         folder.write_state(state | {"state": "interrupted"}, check)

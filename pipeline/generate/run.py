@@ -14,8 +14,8 @@ from pipeline.formatting import Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import all_data_files, remove_empty, remove_late, settle_rows
-from pipeline.generate.row_accounting import close_books, expected_ids, first_state, refuse_open_books
+from pipeline.generate.resume import remove_late, settle_rows
+from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
 from pipeline.generate.stopping import allowed_failures
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
@@ -75,16 +75,16 @@ def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease,
     folder.fence(session, lease.check)
     if earlier is not None:
         remove_late(folder, earlier, lease.check, log)
-        remove_empty(folder, lease.check, log)
-    known = all_data_files(folder)
+        folder.remove_empty(lease.check, log)
+    known = folder.all_data_files()
     state["known"] = [folder.name(path) for path in known]
     work = settle_rows(planned, known, log)
     folder.write_state(state, lease.check)
     if work.num_left:
         stream_rows(planned, work, state, lease, log)
     remove_late(folder, state, lease.check, log)
-    close_books(folder, state, lease.check, expected_ids(planned, work.plan))
-    refuse_open_books(folder, state, lease.check)
+    reconcile(folder, state, lease.check, expected_ids(planned, work.plan))
+    refuse_unreconciled(folder, state, lease.check)
     return finish_run(planned, state, lease, log)
 
 

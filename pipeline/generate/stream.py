@@ -17,12 +17,11 @@ from pipeline.estimate.forecast import Shape
 from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows
 from pipeline.formatting import Log, count
-from pipeline.generate.dataset import HelperActors, PipelineSpec, build_pipeline
+from pipeline.generate.dataset import HelperActors, PipelineSpec, build_pipeline, make_spec, rows_per_file
 from pipeline.generate.execution import execute, prepare
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
-from pipeline.generate.row_accounting import close_books, expected_ids, output_schema
-from pipeline.generate.stage_configs import make_spec, rows_per_file
+from pipeline.generate.row_accounting import expected_ids, output_schema, reconcile
 from pipeline.generate.stopping import check_budget, early_limit, log_if_full, reason_to_stop
 from pipeline.input.ids import sum_outputs
 from pipeline.report.collector import start_collector
@@ -150,4 +149,4 @@ def _end_session(
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         log(f"metrics: the collector is gone, the report lacks its last figures ({type(error).__name__})")
     state["sessions"][-1]["ended_at"] = time.time()
-    close_books(folder, state, lease.check, expected)
+    reconcile(folder, state, lease.check, expected)

@@ -2,7 +2,7 @@
 
 A line's wishes are in its own sampling parameters (`schema.SAMPLING`). The worker puts the scores beside them, and the
 task that finishes rows makes of both what the endpoint would send as text and `logprobs`. The answer files take it as
-it is (`pipeline.generate.openai_answers`).
+it is (`pipeline.generate.openai_batch`).
 """
 
 import json

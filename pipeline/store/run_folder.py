@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 import pyarrow.fs as pafs
 
 from pipeline.config.job import ConfigError
-from pipeline.formatting import mask
+from pipeline.formatting import Log, mask
 from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, to_device
 from pipeline.store.parquet_footer import read_footer
 from pipeline.store.run_state import IS_RUN, FileRecord, RunState, check_version
@@ -251,14 +251,16 @@ class RunFolder:
         """Paths of data files by writers of these `sessions` that are not among the `known` names: they came late."""
         return [p for p in self.all_data_files() if self.name(p) not in known and writer_of(p) in sessions]
 
-    def remove_empty(self, check: Callable[[], None]) -> list[str]:
-        """Removes data files of no bytes, as uploads that are cut off leave; gives their paths. `check` comes first."""
+    def remove_empty(self, check: Callable[[], None], log: Log = lambda _: None) -> list[str]:
+        """Removes data files of no bytes, as an upload that was cut off leaves them: they hold no rows. Gives
+        their paths. `check` is called before each step."""
         selector = pafs.FileSelector(self.path("data"), allow_not_found=True, recursive=True)
         files = [info.path for info in self.filesystem.get_file_info(selector) if info.is_file and info.size == 0]
         empty = [path for path in files if KNOWN_NAMES.fullmatch(self.name(path)) and self._is_empty(path)]
         for path in empty:
             check()
             self.remove(self.name(path))
+            log(f"{path}: removed; it is empty, as an upload that was cut off leaves it, and its rows are made again")
         return empty
 
     def _is_empty(self, path: str) -> bool:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from actors.templates.chat_template import ChatTemplate
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError, InputConfig, JobConfig, ModelConfig, SamplingConfig
-from pipeline.generate.chat import UNUSED, find_chat_template, unused_chat_template, used_chat_template
+from pipeline.generate.plan import UNUSED, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL
 from pipeline.input.prompt_templates import Prompter

@@ -31,7 +31,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from pipeline.config.job import ConfigError, ModelConfig, SamplingConfig
 from pipeline.generate import run as code
 from pipeline.generate.check_paths import has_all_rows
-from pipeline.generate.resume import Work, all_data_files
+from pipeline.generate.resume import Work
 from pipeline.input.ids import digest_ids, sum_digests, sum_outputs
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.store.lease import Lease, read_lease
@@ -285,7 +285,7 @@ def remove_all_others(folder: RunFolder, state: Any, check: Callable[[], None], 
     """One look at the lease, and then whatever is neither known nor of the session itself."""
     check()
     known = state.get("files" if state["state"] == "finished" else "known")
-    for path in () if known is None else all_data_files(folder):
+    for path in () if known is None else folder.all_data_files():
         if folder.name(path) not in known and writer_of(path) != state["sessions"][-1]["id"]:
             folder.remove(folder.name(path))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.generate.openai_answers import AnswerRow, Gathered, lines_of
+from pipeline.generate.openai_batch import AnswerCollector, AnswerRow, lines_of
 
 
 def row(source: str, sample: int, samples: int, code: str = "", **keys: Any) -> AnswerRow:
@@ -22,14 +22,14 @@ def row(source: str, sample: int, samples: int, code: str = "", **keys: Any) -> 
 
 
 def gather(rows: list[AnswerRow], held_bytes: int) -> list[tuple[str, dict[str, Any]]]:
-    with Gathered(held_bytes) as gathered:
+    with AnswerCollector(held_bytes) as gathered:
         found = [line for one in rows if (whole := gathered.add(one)) for line in lines_of(whole, "m", 1)]
         return found + [line for rest in gathered.rest() for line in lines_of(rest, "m", 1)]
 
 
 def test_choices_count_to_what_is_held() -> None:
     choice = json.dumps({"text": "t", "logprobs": {"tokens": ["t" * 20_000]}})
-    with Gathered(held_bytes=20_000) as gathered:
+    with AnswerCollector(held_bytes=20_000) as gathered:
         assert gathered.add(row("a", 0, 2, openai_choice=choice)) == []
         assert gathered._held == {}, "it went to a temporary file"
         assert gathered.add(row("a", 1, 2)) == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.generate.row_accounting import close_books, refuse_open_books
+from pipeline.generate.row_accounting import reconcile, refuse_unreconciled
 from pipeline.generate.row_index import sum_duplicates
 from pipeline.input.expansion import Expansion
 from pipeline.input.ids import (
@@ -94,15 +94,15 @@ def test_a_lost_row_and_a_doubled_one_do_not_cancel_out(tmp_path: Path, ok: str,
     for path in tmp_path.rglob("*.parquet"):
         assert b"skipdecode.ids" in pq.read_metadata(path).metadata
     expected, closed = sum_digests(digest_ids(list("abc"))), state(3)
-    close_books(folder, closed, lambda: None, expected)
+    reconcile(folder, closed, lambda: None, expected)
     assert closed["books"] == {"input": 3, "ok": len(ok), "failed": len(failed), "closed": is_closed}
     assert len(closed["files"]) == len(ok) + len(failed)
     assert closed["ids"]["input"] == f"{expected:032x}"
     assert folder.read_state() == closed
     if not is_closed:
         with pytest.raises(RuntimeError, match="the books do not close"):
-            refuse_open_books(folder, closed, lambda: None)
+            refuse_unreconciled(folder, closed, lambda: None)
         assert folder.read_state() == closed | {"state": "interrupted"}
     unknown = state(3)
-    close_books(folder, unknown, lambda: None, None)  # where nobody knows the ids of the input, the counts decide
+    reconcile(folder, unknown, lambda: None, None)  # where nobody knows the ids of the input, the counts decide
     assert unknown["books"]["closed"] == (len(ok) + len(failed) == 3)
