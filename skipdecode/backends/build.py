@@ -1,7 +1,7 @@
-"""The kernels of `cpp/`, compiled once per machine and back end by the C++ compiler that is there; no torch at import.
+"""Compiles the kernels of `cpp/` with the machine's C++ compiler, once per back end. Imports no torch by itself.
 
-Which back end it is to be decides `skipdecode.backends.choice`. Libraries are kept in the user's cache folder, with
-their hash beside them; their names change with all that the machine code depends on.
+Libraries are cached in the user's cache folder with a hash beside them; their names depend on everything that the
+machine code depends on. Which back end is wanted is up to `skipdecode.backends.choice`.
 """
 
 import contextlib
@@ -19,57 +19,59 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "cpp"
-# Sums may be reordered, which is what makes them vectors. Not -ffast-math: at linking it adds code that takes subnormal
-# numbers away from the whole process.
+# Sums may be reordered, or they could not be vectorised. Not -ffast-math, which links code that flushes subnormal
+# numbers
+# to zero in the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"
 FLAGS = ("-O3", *MATH.split(), "-fopenmp", "-fPIC", "-std=c++17")
-# What each back end may use beyond AVX2, by the CPU's flag. Named one by one, not -march=native, so that a machine can
-# make every back end that it can run.
-AMD = {"sse4a": "-DIS_AMD"}  # which only AMD's cores have
+# Compiler options by CPU flag. They are named one by one, not by -march=native, so that a machine can compile every
+# back
+# end that it can run.
+AMD = {"sse4a": "-DIS_AMD"}  # a flag that only AMD's CPUs have
 EXTRAS = {
     "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"} | AMD,
     "amx": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
     "avx2": AMD,
 }
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mtune=native")
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")  # compilers choose 256
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")  # the default is 256
 AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 TIMEOUT_S = 120
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or it failed; the message says which."""
+    """There is no compiler, or it has failed; the message says which."""
 
 
 def has_slow_bfloat16(flags: Set[str]) -> bool:
-    """Whether a CPU takes as long for a pair of bfloat16 as for four float32, outside of AMX: Intel's since Sapphire
-    Rapids. AMD's do not, nor does Cooper Lake, which has no FP16."""
+    """Whether bfloat16 products outside of AMX are half as fast as float32 ones, as on Intel's CPUs since Sapphire
+    Rapids. They are not on AMD's CPUs and on Cooper Lake, which has no FP16."""
     return flags >= {"avx512_bf16", "avx512_fp16"} and not flags & AMD.keys()
 
 
 def compile_flags(name: str, flags: Set[str]) -> tuple[str, ...]:
-    """The compiler's flags for a back end on a CPU with these flags, without sources and output."""
+    """The compiler's options for a back end on a CPU with these flags."""
     wide = () if name == "avx2" else AVX512
     tiles = AMX if name == "amx" else ()
     extras = [option for flag, option in EXTRAS[name].items() if flag in flags]
     extras += ["-DHAS_PAIRED"] if name == "avx512" and has_slow_bfloat16(flags) else []
-    # a namespace of its own: where a process loads two back ends, the second must not find the first one's templates
+    # a namespace of its own, so that a process can load two back ends without sharing their templates
     return (*FLAGS, *AVX2, *wide, *extras, *tiles, f"-DBACKEND_{name.upper()}", f"-Dcpu=cpu_{name}")
 
 
 @cache
 def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
-    """The compiled kernels of a back end other than `torch`. BuildError where they cannot be had."""
+    """The compiled library of a back end other than `torch`. BuildError if it cannot be compiled or loaded."""
     import torch
 
-    # torch's own OpenMP by its file, so that there is one pool of threads, not two that wait for each other
+    # torch's own OpenMP, so that there is one thread pool, not two that wait for each other
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     options = compile_flags(name, flags)
     compiler = "the compiler"
     try:
         kept = _cache_folder() / f"cpu-{name}-{_digest(options, torch.__version__)}.so"
         if _is_whole(kept):
-            with contextlib.suppress(OSError):  # made on another kind of machine, or in a folder that runs nothing
+            with contextlib.suppress(OSError):  # compiled on another kind of machine, or in a folder mounted noexec
                 return ctypes.CDLL(str(kept))
         command = find_compiler()
         if not command:
@@ -78,20 +80,20 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="skipdecode-ray-") as folder:
             made = Path(folder) / kept.name
             _compile([*command, *options], openmp, made)
-            with contextlib.suppress(OSError):  # a folder that cannot be written to: compiled anew by each process
+            with contextlib.suppress(OSError):  # a read-only folder: every process compiles for itself
                 _keep(made, kept)
                 return ctypes.CDLL(str(kept))
             return ctypes.CDLL(str(made))
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{compiler} failed: {error.stderr.strip()[-500:]}") from error
-    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: of a CXX cut short
+    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: a malformed CXX
         if isinstance(error, BuildError):
             raise
         raise BuildError(f"{compiler}: {error}") from error
 
 
 def _compile(command: list[str], libraries: Sequence[Path], made: Path) -> None:
-    """Every source on its own, as many at a time as there are cores, and then all into one library."""
+    """Compiles the sources in parallel and links them into one library."""
     objects = {source: made.with_name(f"{source.stem}.o") for source in sorted(FOLDER.glob("*.cpp"))}
 
     def run(*arguments: str | Path) -> None:
@@ -104,13 +106,13 @@ def _compile(command: list[str], libraries: Sequence[Path], made: Path) -> None:
 
 
 def find_compiler() -> list[str]:
-    """`CXX`, or the first compiler there is; empty where there is none."""
+    """The command of `CXX`, or the first compiler that is installed; empty if there is none."""
     named = shlex.split(os.environ.get("CXX", ""))
     return named or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
 
 
 def _keep(made: Path, kept: Path) -> None:
-    """Whole or not at all, since several workers of a machine may start at once; with its hash beside it."""
+    """Moves the library and its hash to the cache atomically, since several workers of a machine may start at once."""
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     content = made.read_bytes()
     for path, data in ((_hash_of(kept), hashlib.sha256(content).hexdigest().encode()), (kept, content)):
@@ -120,7 +122,7 @@ def _keep(made: Path, kept: Path) -> None:
 
 
 def _is_whole(kept: Path) -> bool:
-    """A library cut short, by a full disk or a machine that went down, would end the process that loads it."""
+    """Whether the file matches its hash: loading a truncated library would kill the process."""
     try:
         return hashlib.sha256(kept.read_bytes()).hexdigest() == _hash_of(kept).read_text()
     except OSError:
@@ -136,14 +138,14 @@ def _cache_folder() -> Path:
 
 
 def _digest(options: Sequence[str], torch_version: str) -> str:
-    """Of all that the machine code depends on; a home folder may be shared by machines of several kinds."""
+    """A hash of everything that the machine code depends on; machines of several kinds may share a home folder."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h")]
     system = [platform.machine(), *platform.libc_ver(), torch_version, _processor()]
     return hashlib.sha256("\0".join([*options, *system, *texts]).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """The CPU's kind, for which code is tuned."""
+    """The CPU model, for which code is tuned."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
         return next(line for line in lines if line.startswith("model name"))

@@ -1,7 +1,7 @@
-"""Which CPU back end decodes in this process, and why; no torch at import.
+"""Chooses the CPU back end of this process, and says why. Imports no torch.
 
-The only place that reads the CPU's flags. From the back end follow the automatic dtype and whether weights may be int8,
-so whatever picks one of these asks here. The kernels themselves are compiled and loaded by `skipdecode.backends.build`.
+This is the only place that reads the CPU's flags. The automatic dtype and whether weights may be int8 follow from the
+choice. The kernels themselves are compiled and loaded by `skipdecode.backends.build`.
 """
 
 import os
@@ -16,9 +16,10 @@ from skipdecode.backends.build import BuildError, has_slow_bfloat16, load
 
 Name = Literal["amx", "avx512", "avx2", "torch", "triton"]
 NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
-"""The fastest first, without `triton`, which is for CUDA devices (`device`)."""
+"""CPU back ends, fastest first. `triton` is for CUDA devices (`skipdecode.backends.device`)."""
 VARIABLE = "SKIPDECODE_KERNELS"
-"""Names a back end that must be used. `off` and `0` mean `torch`; empty or `auto` means the automatic choice."""
+"""Environment variable that forces a back end. `off` and `0` mean `torch`; empty or `auto` means the automatic
+choice."""
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c", "bmi2"})
 NEEDS: dict[Name, frozenset[str]] = {
@@ -27,8 +28,8 @@ NEEDS: dict[Name, frozenset[str]] = {
     "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
     "torch": frozenset(),
 }
-"""Flags of /proc/cpuinfo without which a back end cannot run."""
-MAX_INT8_INPUTS = 1 << 16  # whose sums fit into 32 bits
+"""The flags of /proc/cpuinfo that a back end needs."""
+MAX_INT8_INPUTS = 1 << 16  # more, and sums would not fit into 32 bits
 
 
 class BackendError(ValueError):
@@ -39,14 +40,14 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True)
 class Choice:
-    """What decodes on this CPU, for people (`name`, `reason`) and for those who pick a type (`dtype`, `no_int8`)."""
+    """The kernels that decode on a device, why they were chosen, and which types of weights follow from them."""
 
     name: Name
     reason: str
     dtype: Literal["bfloat16", "float32"]
-    """What `dtype: auto` takes."""
+    """The type that `dtype: auto` stands for."""
     no_int8: str | None
-    """Why weights cannot be int8; None where they can."""
+    """Why weights cannot be int8; None if they can."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"
@@ -62,20 +63,20 @@ def choose() -> Choice:
 
 
 def int8_misfit(inputs: int) -> str | None:
-    """What is wrong with so many inputs of an int8 weight, on every back end that has these; None: nothing."""
+    """Why an int8 weight cannot have so many inputs, on any back end; None if it can."""
     if inputs % 32:
         return "no multiple of 32"
     return f"above {MAX_INT8_INPUTS}: sums would not fit into 32 bits" if inputs > MAX_INT8_INPUTS else None
 
 
 def possible(flags: Set[str] | None = None) -> tuple[Name, ...]:
-    """The back ends that a CPU with these flags can run, the fastest first; None: this CPU's."""
+    """The back ends that a CPU with these flags (by default this CPU) can run, fastest first."""
     have = cpu_flags() if flags is None else flags
     return tuple(name for name in NAMES if have >= NEEDS[name])
 
 
 def describe_cpu(flags: Set[str] | None = None) -> str:
-    """What a CPU has of what matters here: `AVX-512 with BF16 and VNNI; no AMX`."""
+    """The instruction sets of a CPU that matter here, for instance `AVX-512 with BF16 and VNNI; no AMX`."""
     have = cpu_flags() if flags is None else flags
     if platform.machine().lower() not in ("x86_64", "amd64") and not have:
         return f"{platform.machine()}, for which there are no kernels"
@@ -91,7 +92,7 @@ def describe_cpu(flags: Set[str] | None = None) -> str:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """This CPU's flags as Linux names them; empty elsewhere, and on CPUs that are no x86."""
+    """This CPU's flags as Linux names them; empty on other systems and on CPUs other than x86."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:  # no Linux
@@ -117,7 +118,7 @@ def _choose(wanted: str, flags: frozenset[str]) -> Choice:
 
 
 def _automatic(names: tuple[Name, ...], flags: frozenset[str]) -> Choice:
-    """The first that works; the reason says what is wrong with those before it."""
+    """The first back end that works; the reason names what is wrong with faster ones."""
     problems: list[str] = []
     for name in names:
         problem = _problem(name, flags)
@@ -128,7 +129,7 @@ def _automatic(names: tuple[Name, ...], flags: frozenset[str]) -> Choice:
 
 
 def _problem(name: Name, flags: frozenset[str]) -> str | None:
-    """Why this back end does not work on a CPU that has what it needs."""
+    """Why a back end does not work on a CPU that has the flags it needs; None if it works."""
     if name == "torch":
         return None
     try:
@@ -139,12 +140,12 @@ def _problem(name: Name, flags: frozenset[str]) -> str | None:
 
 
 def make_backend(name: Name, reason: str, flags: frozenset[str]) -> Choice:
-    """What follows from a back end on a CPU with these flags."""
+    """The choice of this back end on a CPU with these flags."""
     return Choice(name, reason, _dtype(name, flags), _why_no_int8(name, flags))
 
 
 def _dtype(name: Name, flags: frozenset[str]) -> Literal["bfloat16", "float32"]:
-    """bfloat16 wherever the back end multiplies it: half of float32's bytes at no loss of speed."""
+    """bfloat16 wherever the back end multiplies it, for half of float32's bytes."""
     has_bfloat16 = name != "avx2" and bool(flags & {"avx512_bf16", "amx_bf16"})
     return "bfloat16" if has_bfloat16 else "float32"
 

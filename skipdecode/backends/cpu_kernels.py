@@ -1,10 +1,9 @@
-"""The compiled CPU kernels of `cpp/`, called by ctypes: attention of one column, products with packed weights, and the
-choice of a token.
+"""The compiled CPU kernels as functions of tensors: decode attention, products with packed weights, choice of tokens.
 
-torch's attention for one query reads the cache at a third of memory bandwidth, its products of few rows read weights at
-half of it or less, its argmax of bfloat16 logits takes as long as the matrix product before it, and a draw with top-p
-by its operators nearly as long as a small model's step. Where the back end is `torch` (`skipdecode.backends.choice`),
-nothing here is called and torch's operators do the same work.
+They exist because torch's attention for one query reads the cache at a third of memory bandwidth, its products of few
+rows read weights at half of it or less, its argmax of bfloat16 logits takes as long as the LM head, and a top-p draw
+nearly as long as a small model's step. Where the back end is `torch`, nothing here is called. Whole layers in one call
+are in `cpu_layers`.
 """
 
 import ctypes
@@ -39,16 +38,15 @@ def attend(
     slots: Tensor | None = None,
     shared: SharedPrefix | None = None,
 ) -> Tensor:
-    """Attention of one query per row over its columns first..last: q [B, H K] -> [B, H K], heads side by side.
+    """Attention of one new token per row over the columns first..last: q [B, H K] -> [B, H K], heads side by side.
 
-    k, v [B, G, S, K], contiguous: the cache, each of its G heads for H / G neighbours among those of q. `first`, `last`
-    [B] int64, both included. `new`: key and value [B, G K] of column `last`, stored before it is attended to; q and
-    `new` may be columns of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head
-    of q and of the new key; then `rotary_table` [positions, r] float32 (`LayerShape`) turns them by their place,
-    which is
-    last - first behind what is shared. Finite numbers only: what becomes of NaN and infinities is not defined. `slots`
-    [B] int64: the row of k and v [R, G, S, K] that each row has; those that have one together are several new columns
-    of it, all of which are stored before any of them attends. `shared`: columns before a row's own.
+    k, v [B, G, S, K], contiguous: the cache; each of its G heads serves H / G neighbours of q. `first`, `last` [B]
+    int64, both included. `new`: the key and value [B, G K] of column `last`, stored before they are attended to; q and
+    `new` may be slices of one tensor [B, (H + 2 G) K]. `q_norm`, `k_norm` [K]: weights of an RMS norm over each head of
+    q and of the new key, after which `rotary_table` [positions, r] float32 (`LayerShape`) rotates them by their
+    position, last - first plus the length of a shared prefix. `slots` [B] int64: the row of k and v [R, G, S, K] that a
+    token belongs to; tokens of one slot are all stored before any of them attends. `shared`: a prefix before a row's
+    own columns. The result is undefined for NaN and infinity.
     """
     B, (_, G, S, K) = len(q), k.shape
     H = q.shape[1] // K
@@ -84,7 +82,7 @@ def attend(
 def _check_attention(
     q: Tensor, k: Tensor, v: Tensor, new: tuple[Tensor, Tensor] | None, norms: Sequence[Tensor]
 ) -> None:
-    """Wrong ones would be read as if they were right."""
+    """Checks everything that a kernel would otherwise misread."""
     B, (_, G, _, K) = len(q), k.shape
     for held in (k, v):
         assert held.is_contiguous(), held.stride()

@@ -1,4 +1,4 @@
-"""Weights as the CPU kernels read them: packed in the order of their products (`cpp/gemm.h`), in 4, 2 or 1 bytes."""
+"""Weights in the layout that the CPU kernels read (`cpp/gemm.h`), with 4, 2 or 1 bytes per weight."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,20 @@ from skipdecode.backends.cpu_library import Kind, function
 from skipdecode.backends.large_pages import LargePages
 
 GATES = 16
-"""Gates that lie together in a packed weight, before as many of what they let through (`interleave`)."""
-PART = 64  # blocks of 32 outputs that become whole numbers at a time
+"""Rows of a gate that lie together in a packed weight, before as many rows of the up projection (`interleave`)."""
+PART = 64  # blocks of 32 outputs that are quantised at a time
 _WEIGHTS = LargePages()
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the back end has products of its own for weights of this type."""
+    """Whether the back end has kernels for weights of this type."""
     name = choice.choose().name
     has_bfloat16 = name == "amx" or (name == "avx512" and "avx512_bf16" in choice.cpu_flags())
     return name != "torch" and (dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16))
 
 
 def interleave(gated: Tensor) -> Tensor:
-    """[2 F, ...], the gates above what they let through -> as the kernels want them: 16 gates, 16 others, and so on."""
+    """[2 F, ...], gate above up projection -> 16 rows of the gate, 16 of the up projection, and so on."""
     assert len(gated) % (2 * GATES) == 0, gated.shape
     return gated.reshape(2, -1, GATES, *gated.shape[1:]).transpose(0, 1).reshape(gated.shape)
 
@@ -32,8 +32,8 @@ def interleave(gated: Tensor) -> Tensor:
 def pack(weight: Tensor, *, gated: bool = False) -> Tensor:
     """A weight [out, in], in a multiple of 32, in the order in which `linear` reads it.
 
-    Of each 32 outputs and 32 inputs two tiles of 16 outputs: lines of 64 bytes, four bytes of each output. `gated`:
-    for `swiglu`, gates above what they let through, each in a multiple of 16.
+    Every 32 outputs and 32 inputs are two tiles of 16 outputs, in lines of 64 bytes with four bytes of each output.
+    `gated`: for `swiglu`, the gate above the up projection, each with a multiple of 16 rows.
     """
     weight = interleave(weight.detach()) if gated else weight
     outputs, inputs = weight.shape
@@ -46,14 +46,14 @@ def pack(weight: Tensor, *, gated: bool = False) -> Tensor:
 
 
 class Int8Weight(NamedTuple):
-    """A weight [out, in] as whole numbers in [-127, 127] times a scale per output, packed (`pack_int8`)."""
+    """A weight [out, in] as integers in [-127, 127] times a scale per output, packed (`pack_int8`)."""
 
     tiles: Tensor
     """[out / 32, in / 64, 2, 16, 16, 4] int8."""
     scales: Tensor
-    """[out] float32, filled up to a multiple of 32."""
+    """[out] float32, padded to a multiple of 32."""
     totals: Tensor
-    """[out] int32 likewise: the sum of each output's whole numbers."""
+    """[out] int32, padded likewise: the sum of each output's integers."""
     inputs: int
 
 
@@ -70,11 +70,11 @@ class Operand(NamedTuple):
     rows: torch.dtype
     """The type of what it multiplies."""
     pointers: tuple[int, ...]
-    """Tiles; of int8 scales and totals too."""
+    """Addresses of the tiles and, for int8, of scales and totals."""
 
 
 def tail_of(packed: Weight, start: int) -> Weight:
-    """Of the outputs from `start` on, a multiple of 32."""
+    """The part of a packed weight for the outputs from `start` on, a multiple of 32."""
     if isinstance(packed, Int8Weight):
         tiles, scales, totals, _ = packed
         return packed._replace(tiles=tiles[start // 32 :], scales=scales[start:], totals=totals[start:])
@@ -94,8 +94,8 @@ def operand_of(packed: Weight, outputs: int) -> Operand:
 
 
 def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
-    """The whole numbers nearest to a weight [out, in], in a multiple of 32, the largest of an output being 127; `gated`
-    as in `pack`."""
+    """Quantises a weight [out, in], in a multiple of 32, so that the largest of an output becomes 127. `gated` as in
+    `pack`."""
     weight = interleave(weight.detach()) if gated else weight
     outputs, inputs = weight.shape
     assert choice.int8_misfit(inputs) is None, choice.int8_misfit(inputs)
