@@ -1,8 +1,7 @@
-"""The back end of CPUs: compiled kernels of the instruction set at hand (`choice`), else oneDNN's or torch's operators.
+"""The back end of CPUs: our compiled kernels where they take a weight, else oneDNN, else torch's operators.
 
-oneDNN reorders a plain bfloat16 weight in every call; with few rows that is half of the time. What the kernels
-multiply themselves goes through them (`cpu`, `layer`), the rest through oneDNN. Some instruction sets take int8
-weights, which is another model in half of the weights' bytes. Where `torch` is chosen, all that is left is oneDNN.
+oneDNN reorders a plain bfloat16 weight in every call, which is half of the time with few rows; here it is reordered
+once. Where the choice is `torch` (`choice`), only oneDNN is left. On some instruction sets weights may be int8.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from skipdecode.config.model import Quantization
 
 
 class CompiledBackend(Backend):
-    """As `Backend`, for CPUs."""
+    """`Backend` for CPUs."""
 
     supports_multi_token_rows = accepts_fewer_rows = True
 
@@ -106,7 +105,8 @@ class CompiledBackend(Backend):
         return attend_one if has_kernels else None
 
     def prompt_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
-        """Kernels: enough that threads seldom wait for each other at the end of a layer (2,048: 6 % slower)."""
+        """With kernels enough that threads seldom wait for each other at the end of a layer (2,048 tokens: 6 %
+        slower)."""
         return 8192 if _are_kernels(layers) else super().prompt_tokens(layers, device)
 
     def supports_packed_prompts(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
@@ -136,8 +136,8 @@ class CompiledBackend(Backend):
         return super().draw(logits, temperature, top_k, top_p, uniform, cuts=cuts)
 
     def allocate_cache(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
-        """Beside an answer of 1,000 tokens every row has as many columns, most of which it never fills: to write zeros
-        to all of them would take half a second, so where nobody reads them nothing is written."""
+        """Zeros only where masked columns are read. A row that may generate 1,000 tokens has as many columns and fills
+        few of them; zeroing all took half a second."""
         empty = torch.empty(count, dtype=dtype, device=device)
         if not cpu.is_available(empty):
             return empty.zero_()
@@ -178,10 +178,10 @@ def _are_kernels(layers: Sequence[FusedLayer | None]) -> bool:
 
 
 def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange) -> Tensor:
-    """One new column per row by the kernel (`DecodeAttention`): q [B, H, 1, K] -> as q."""
-    assert isinstance(columns, KVRange), "a table, which these kernels do not read"
+    """`DecodeAttention` by the kernel: q [B, H, 1, K] -> [B, H, 1, K]."""
+    assert isinstance(columns, KVRange), "these kernels read no GraphKVRange"
     flat = [x[:, :, 0].flatten(1) for x in (q, k, v) if x is not None]  # [B, heads x K] each
-    if len({x.stride() for x in flat}) > 1:  # turned ones lie apart
+    if len({x.stride() for x in flat}) > 1:  # after a rotary embedding they are separate tensors
         flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
     new = (flat[1], flat[2]) if len(flat) == 3 else None
     k_all, v_all, first, last, slots, shared = columns[:6]
@@ -189,7 +189,7 @@ def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange |
 
 
 def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
-    """ValueError where there is no kernel for int8 weights in place of this one of bfloat16."""
+    """ValueError where no kernel can take int8 weights in place of this bfloat16 weight."""
     if (problem := choice.choose().no_int8) is not None:
         raise ValueError(f"quantization: no int8 weights here: {problem}")
     if is_gated and len(weight) % (2 * cpu_weights.GATES):
@@ -199,7 +199,7 @@ def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
 
 
 def onednn_lays_out(dtype: torch.dtype) -> bool:
-    """Whether oneDNN lays weights of this type out once on this CPU; it raises where it cannot."""
+    """Whether oneDNN can reorder weights of this type on this CPU; where it cannot, it would raise."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     has_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -237,13 +237,13 @@ class _Kernel:
 
 @dataclass
 class _OneDNN:
-    """By the operators of `torch.compile`'s frozen graphs."""
+    """A weight that oneDNN has reordered, with the operators that `torch.compile` uses in frozen graphs."""
 
     weight: Tensor
 
     @classmethod
     def of(cls, weight: Tensor) -> "_OneDNN":
-        """Laid out once."""
+        """Reorders the weight."""
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous()))
 
     def multiply(self, x: Tensor) -> Tensor:

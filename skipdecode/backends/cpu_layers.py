@@ -1,7 +1,9 @@
-"""A decoder layer as one call of a CPU kernel: for one new column per row (`cpp/step.cpp`), and for prompts
+"""Decoder layers as one call of a CPU kernel: for one new token per row (`cpp/step.cpp`) and for prompts
 (`cpp/prompt.cpp`).
 
-B rows, T columns, N tokens of all prompts, D width, H heads of queries, G of keys and values, K head dim.
+Structures hold addresses only, so every object here keeps the tensors that its structures point to.
+
+B rows, T columns, N tokens of all prompts, D width, H query heads, G KV heads, K head dim.
 """
 
 import ctypes
@@ -32,22 +34,22 @@ from skipdecode.backends.cpu_weights import Operand, Weight, operand_of, tail_of
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer: its weight as the back end packs it, its bias [outputs] or None."""
+    """A linear layer for the kernels: its packed weight and its bias [outputs] or None."""
 
     packed: Weight
     outputs: int
     bias: Tensor | None
     is_gated: bool = False
-    """Packed for `swiglu`, and the bias interleaved like the weight."""
+    """Packed for `swiglu`, with a bias that is interleaved like the weight."""
 
     def struct(self) -> ProductStruct:
-        """As kernels take it; whoever holds it holds the tensors."""
+        """The structure that kernels take; the tensors must outlive it."""
         tiles, scales, totals = (*self._operand.pointers, None, None)[:3]
         return ProductStruct(self.outputs, self.inputs, tiles, scales, totals, pointer(self.bias))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that are multiplied by it."""
+        """The type of its inputs."""
         return self._operand.rows
 
     @property
@@ -59,7 +61,7 @@ class Product:
         return operand_of(self.packed, self.outputs)
 
     def tail(self, start: int) -> "Product":
-        """That of the outputs from `start` on, a multiple of 32."""
+        """The part for the outputs from `start` on, a multiple of 32."""
         assert start % 32 == 0, start
         return Product(
             tail_of(self.packed, start), self.outputs - start, None if self.bias is None else self.bias[start:]
@@ -67,19 +69,19 @@ class Product:
 
 
 def parameters_of(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of a norm, which may have neither."""
+    """A norm's weight and bias, either of which may be missing."""
     return getattr(norm, "weight", None), getattr(norm, "bias", None)
 
 
 def norm_struct(shape: LayerShape, norm: nn.Module) -> NormStruct:
-    """A norm of the layer's width, as kernels take it."""
+    """A norm over the layer's width as kernels take it."""
     weight, bias = parameters_of(norm)
     assert bias is None or (weight is not None and shape.norm == "layer"), "a bias that would not be added"
     return NormStruct(pointer(weight), pointer(bias), shape.norm == "rms")
 
 
 def head_norm(norm: nn.Module | None) -> Tensor | None:
-    """The weight [K] of a norm of each head's numbers; None: there is no such norm."""
+    """The weight [K] of a norm over each head; None if there is no such norm."""
     weight, bias = parameters_of(norm)
     assert (norm is None) == (weight is None), "a norm of heads without a weight"
     assert bias is None, "a bias that would not be added"
@@ -100,7 +102,7 @@ def heads_of(shape: LayerShape, q_norm: Tensor | None, k_norm: Tensor | None) ->
 
 
 class KVStoreKernel:
-    """A norm, and keys and values of the tokens of prompts in one or several layers, as one call."""
+    """Stores the keys and values of prompts for one or several layers, the norm included, in one call."""
 
     def __init__(
         self,
@@ -109,8 +111,8 @@ class KVStoreKernel:
         products: Sequence[Product],
         k_norms: Sequence[nn.Module | None] | None = None,
     ) -> None:
-        """`products`: of each layer, D -> 2 G K, K above V; `k_norms`: of each, what its keys go through
-        (`LayerKernel`). Keys turn by their token's place in its prompt."""
+        """`products`: for each layer the projection D -> 2 G K, keys above values. `k_norms`: for each layer the norm
+        of its keys (`LayerKernel`). Keys are rotated by their token's position in its prompt."""
         self._weights = [head_norm(norm) for norm in k_norms or [None] * len(products)]
         assert len(self._weights) == len(products), (len(self._weights), len(products))
         self._held = (shape, norm, products)  # what the pointers point to
@@ -128,7 +130,7 @@ class KVStoreKernel:
         self._call = function("store", self.dtype)
 
     def __call__(self, h: Tensor, prompts: PackedPrompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """h [N, D] -> for each product that `memory` names k, v [B, G, S, K], filled up to the prompts' ends."""
+        """From h [N, D], fills k and v [B, G, S, K] of each layer in `memory` up to the prompts' ends."""
         if not memory:
             return
         _check_states(self.dtype, h, (prompts.num_tokens, self.width))
@@ -154,13 +156,13 @@ class KVStoreKernel:
 class LayerKernel:
     """A decoder layer as one call.
 
-    The same as its parts one after the other (`linear`, `attend`, a norm), without the entries and the threads' forks
-    between them.
+    It computes what its parts compute one after the other (`linear`, `attend`, norms), but enters the library and forks
+    its threads only once.
     """
 
     STAGES = ("norms", "query, key, value", "attention", "attention output", "feed-forward")
     seconds: Tensor | None = None
-    """[5] float64 by stage: what steps add their times to, while it is set (`actors.measuring.profile`)."""
+    """[5] float64 by stage, to which steps add their times while it is set (`actors.measuring.profile`)."""
 
     def __init__(
         self,
@@ -175,8 +177,9 @@ class LayerKernel:
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
     ) -> None:
-        """`qkv`: D -> (H + 2 G) K, queries above keys above values; or queries alone, for steps whose keys and values
-        are in the cache already (SwiftKV). `q_norm`, `k_norm`: RMS norms of each head's K numbers, before they turn."""
+        """`qkv`: D -> (H + 2 G) K, queries above keys above values; or only queries, for steps whose keys and values
+        are in the cache already (SwiftKV). `q_norm`, `k_norm`: RMS norms over each head, before the rotary
+        embedding."""
         self._held = (shape, attn_norm, qkv, out, ffn_norm, fc1, fc2, q_norm, k_norm)  # what the pointers point to
         self._shape, self.dtype = shape, out.dtype
         biases = [product.bias for product in (qkv, out, fc1, fc2)]
@@ -211,7 +214,7 @@ class LayerKernel:
         return ctypes.addressof(self._block)
 
     def pointers(self, rows: int, columns: KVRange) -> tuple[int, int, int, int, int]:
-        """Keys, values, capacity, first and last columns, as `step` takes them."""
+        """Keys, values, capacity, first and last columns, as the kernel `step` takes them."""
         k, v, first, last, slots = columns[:5]
         _check_cache(self.dtype, rows if slots is None else len(k), self._shape, k, v)
         return k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr()
@@ -225,8 +228,7 @@ class LayerKernel:
         feeds: bool,
         shared: SharedPrefix | None = None,
     ) -> Tensor:
-        """h [N, D], prompts, through the layer, in place; `memory`: k, v [B, G, S, K], filled up to the prompts' ends.
-        `shared`: of the tokens `before` those given, where they are not in `memory`."""
+        """As `FusedLayer.read`."""
         _check_states(self.dtype, h, (prompts.num_tokens, self.width))
         assert self.store is not None, "no keys and values"
         where: tuple[Any, ...] = (None, None, 0, None)
@@ -242,22 +244,25 @@ class LayerKernel:
 
 
 class Step:
-    """Layers of one type, one behind the other, for one new column per row. All they take is checked and laid out once,
-    so that no step does it: weights have pushed Python out of the caches since the step before."""
+    """A decode step through consecutive layers, for one new token per row.
+
+    All arguments are checked and laid out once, not in every step, because Python is slow then: the weights have
+    evicted it from the CPU's caches.
+    """
 
     def __init__(
         self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[KVRange] | None, *, feeds: bool
     ) -> None:
-        """As `Backend.prepare_step`; it `accepts_fewer_rows`."""
+        """As `Backend.prepare_step`, and it accepts fewer rows."""
         count, dtype = len(layers), layers[0].dtype
         memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
         slots = shared = None
         if columns is not None:
             slots = columns[0].slots
-            assert all(of.slots is slots for of in columns), "layers of other rows"
-            numbers = [number for of in columns for number in (of.first, of.last, of.slots) if number is not None]
-            for indices in {id(number): number for number in numbers}.values():  # mostly the same in all layers
-                _check_indices(rows, indices)
+            assert all(at.slots is slots for at in columns), "layers of other rows"
+            indices = [index for at in columns for index in (at.first, at.last, at.slots) if index is not None]
+            for index in {id(index): index for index in indices}.values():  # mostly the same tensors in all layers
+                _check_indices(rows, index)
             heads = [shared_prefix_struct(at.shared, rows, at.k) for at in columns if at.shared is not None]
             assert len(heads) in (0, count), "shared columns in some of the layers"
             shared = (SharedPrefixStruct * count)(*heads) if heads else None
@@ -283,7 +288,7 @@ class Step:
         )
 
     def __call__(self, h: Tensor) -> Tensor:
-        """h [B, 1, D], in place."""
+        """Takes h [B, 1, D] through the layers in place."""
         rows, threads = len(h), torch.get_num_threads()
         assert rows <= self._most, (rows, self._most)
         _check_states(self._dtype, h, (rows, 1, self._width))
@@ -291,7 +296,7 @@ class Step:
         return h
 
 
-# wrong ones would be read as if they were right
+# Checks of what a kernel would otherwise misread
 
 
 def _check_states(dtype: torch.dtype, h: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,10 +1,10 @@
-"""The back end of CUDA devices: what kernels a decode step is made of, and the order in which a layer calls them.
+"""The back end of CUDA devices: the kernels of a decode step and the order in which a layer calls them.
 
-A layer is four products, by cuBLAS, and three or four kernels between them (`cuda_kernels`): attention of the new
-column, which stores its keys and values, and residual, bias and norm in one. So an OPT layer is 7 kernels, and a Llama
-layer 8. Prompts run by parts. Not here: what a kernel computes, graphs, and cache memory.
+A layer is four cuBLAS products with three or four kernels between them (`cuda_kernels`): attention of the new token,
+which also stores its key and value, and residual, bias and norm in one. An OPT layer is 7 kernels, a Llama layer 8.
+Prompts run in parts, by torch. What a kernel computes, CUDA graphs and cache memory are elsewhere.
 
-B rows, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width.
+B rows, D width, H query heads, G KV heads, K head dim, F feed-forward width.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from skipdecode.config.model import Quantization
 
 @dataclass(eq=False)
 class CudaWeight:
-    """A plain weight [out, in]: cuBLAS wants no other layout. Biases and activations go into its epilogue."""
+    """A plain weight [out, in], as cuBLAS takes it. Biases and ReLU are fused into the product's epilogue."""
 
     weight: Tensor
     kernels: Kernels
@@ -62,7 +62,7 @@ class CudaWeight:
 
 @dataclass(frozen=True, eq=False)
 class CudaProduct:
-    """A weight [out, in] and its bias [out]."""
+    """A linear layer: a weight [out, in] and a bias [out]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -83,19 +83,19 @@ class CudaProduct:
         return F.linear(x, self.weight).relu_() if self.bias is None else _relu(x, self.weight, self.bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """For `Kernels.add_norm`, which adds it."""
+        """[B, in] -> [B, out]; `Kernels.add_norm` adds the bias."""
         return F.linear(x, self.weight)
 
 
 def _relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """relu(x W^T + b) [..., out] as one kernel of cuBLASLt."""
+    """relu(x W^T + b) [..., out] as one cuBLASLt kernel."""
     flat: Tensor = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t())
     return flat.view(*x.shape[:-1], weight.shape[0])
 
 
 class CudaLayer:
-    """A decoder layer, for one new column per row: `attention` and `feed` take normed states, and leave residual and
-    bias to the norm that comes next."""
+    """A decoder layer for one new token per row. `attention` and `feed` take normed states and leave the residual and
+    the last bias to the next norm."""
 
     store = None
 
@@ -129,11 +129,11 @@ class CudaLayer:
         return self.fc2.without_bias(y)
 
     def read(self, *_args: object, **_keys: object) -> Tensor:
-        raise AssertionError("prompts run by parts here")
+        raise AssertionError("prompts run in parts on CUDA devices")
 
 
 class CudaBackend(Backend):
-    """As `Backend`, for CUDA devices, or for any on which `kernels` run."""
+    """`Backend` for CUDA devices, or for any device that `kernels` run on."""
 
     supports_multi_token_rows = needs_query_index = True
     supports_graph_capture = True
@@ -174,9 +174,9 @@ class CudaBackend(Backend):
         self, own: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, feeds: bool, h: Tensor
     ) -> Tensor:
         states = h.view(len(h), -1)
-        pending: Tensor | None = None  # what the next norm adds to the states, and its bias
+        pending: Tensor | None = None  # a sublayer's output, which the next norm adds to the states with `bias`
         bias: Tensor | None = None
-        for norm, product, run in _blocks(own, columns, feeds=feeds):
+        for norm, product, run in _sublayers(own, columns, feeds=feeds):
             if own[0].is_pre_norm:
                 x = self.kernels.add_norm(states, pending, bias, norm, is_pre=True)
                 pending, bias = run(x), product.bias
@@ -187,22 +187,22 @@ class CudaBackend(Backend):
         return h
 
     def warm_up_batch_sizes(self, most: int) -> list[int]:
-        """How many programs share a row's columns halves where rows double (`triton_launch.splits_for`)."""
+        """Powers of two and `most`: the number of programs per row changes there (`triton_kernels.splits_for`)."""
         return [*(1 << n for n in range((most - 1).bit_length())), most]
 
     def decode_attention(self, memory: Tensor) -> DecodeAttention | None:
-        """None where a gradient is wanted."""
-        return None if torch.is_grad_enabled() else self._attend_by_parts
+        """None where a gradient is needed."""
+        return None if torch.is_grad_enabled() else self._decode_attention
 
-    def _attend_by_parts(
+    def _decode_attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
-        """q [B, H, 1, K], k, v [B, G, 1, K], normed and turned -> as q."""
+        """q [B, H, 1, K], k and v [B, G, 1, K], after norms and rotary embedding -> [B, H, 1, K]."""
         heads, kv_heads, head_dim = q.shape[1], (q if k is None else k).shape[1], q.shape[3]
         if isinstance(columns, KVRange):
             kv_heads = columns.k.shape[1]
         else:
-            assert k is not None, "how many heads share keys?"
+            assert k is not None, "without keys the number of KV heads is unknown"
         flat = [None if x is None else x[:, :, 0].flatten(1) for x in (q, k, v)]  # [B, heads K]
         assert flat[0] is not None
         return self.kernels.attend(Heads(heads, kv_heads, head_dim), flat[0], flat[1], flat[2], columns).view(q.shape)
@@ -231,21 +231,21 @@ class CudaBackend(Backend):
         ]
 
 
-Block = tuple[Norm, CudaProduct, Callable[[Tensor], Tensor]]
-"""Half of a layer: its norm, the product whose bias is left to the next norm, and what it does to normed states."""
+Sublayer = tuple[Norm, CudaProduct, Callable[[Tensor], Tensor]]
+"""A sublayer: its norm, the product whose bias is left to the next norm, and its function of normed states."""
 
 
-def _blocks(
+def _sublayers(
     layers: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, *, feeds: bool
-) -> list[Block]:
-    blocks: list[Block] = []
+) -> list[Sublayer]:
+    sublayers: list[Sublayer] = []
     for number, layer in enumerate(layers):
         if columns is not None:
             at = columns[number]
-            blocks.append((layer.attn_norm, layer.out, lambda x, layer=layer, at=at: layer.attention(x, at)))  # type: ignore[misc]
+            sublayers.append((layer.attn_norm, layer.out, lambda x, layer=layer, at=at: layer.attention(x, at)))  # type: ignore[misc]
         if feeds:
-            blocks.append((layer.ffn_norm, layer.fc2, layer.feed))
-    return blocks
+            sublayers.append((layer.ffn_norm, layer.fc2, layer.feed))
+    return sublayers
 
 
 def _norm(shape: LayerShape, norm: nn.Module) -> Norm:

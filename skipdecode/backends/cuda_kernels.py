@@ -1,9 +1,8 @@
-"""What the kernels between the products of a layer compute on a CUDA device, and those that choose tokens: `Kernels`.
+"""The kernels that `cuda_backend` calls between products and to choose tokens: what each of them computes.
 
-Two sets serve: Triton's (`triton_launch`), and torch's operators (`cuda_reference`), which are their reference. Who
-calls them is `cuda`; which of the two a process takes, `device` decides.
+`triton_kernels` implements them; `torch_kernels` is their reference in torch's operators.
 
-B rows, D width, H heads of queries, G of keys and values, K head dim, F feed-forward width, V vocabulary.
+B rows, D width, H query heads, G KV heads, K head dim, F feed-forward width, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,24 +15,24 @@ from skipdecode.backends.backend import GraphKVRange, KVRange
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """How heads share keys, and what becomes of a query or key before they meet."""
+    """Attention heads, with the norms and the rotary embedding of queries and keys."""
 
     heads: int
-    """Of queries, a multiple of `kv_heads`."""
+    """Query heads, a multiple of `kv_heads`."""
     kv_heads: int
     head_dim: int
     rotary_table: Tensor | None = None
-    """As in `LayerShape`. A row's new column stands at position `last - first`."""
+    """As in `LayerShape`. A row's new token is at position `last - first`."""
     q_norm: Tensor | None = None
-    """[K], the weight of an RMS norm of each head, before it turns."""
+    """[K], the weight of an RMS norm over each head, before the rotary embedding."""
     k_norm: Tensor | None = None
     epsilon: float = 0.0
-    """Of these norms."""
+    """The epsilon of these norms."""
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """Of a width; `rms` has no bias."""
+    """A norm over the layer's width; `rms` has no bias."""
 
     kind: Literal["layer", "rms"]
     epsilon: float
@@ -42,39 +41,39 @@ class Norm:
 
 
 class Kernels(Protocol):
-    """What is not a product. Types: bfloat16, float16 and float32; numbers are added up in float32.
+    """Kernels for bfloat16, float16 and float32, with sums in float32.
 
-    They read no number on the host, wait for nothing, and can be captured. One stream at a time.
+    They never synchronise with the host, so they can be captured. They may be used on one stream at a time.
     """
 
     def attend(
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
-        """Attention of one new column per row over its columns `first..last`: q [B, H K] -> [B, H K].
+        """Attention of one new token per row over its columns `first..last`: q [B, H K] -> [B, H K].
 
-        k, v [B, G K], rows of any stride: norms and turns them, stores them at `last` first, in place. None: they are
-        stored. No column but these is read: memory around them may be anything, and needs no mask. Where `columns` has
-        `slots` and `query_index`, rows of one place are several new columns of it: all are stored before any attends.
+        k, v [B, G K], rows of any stride, are normed, rotated and stored at `last` first; None: they are stored
+        already. No other column is read, so the rest of the memory may hold anything. Where `columns` has `slots` and
+        `query_index`, tokens of one slot are all stored before any of them attends.
         """
 
     def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:
-        """h [B, D] plus y [B, D] plus `bias` [D] (None: not), rounded to the type of h; then its norm, from what was
-        rounded.
+        """The sum of h [B, D], y [B, D] and `bias` [D] (y and bias may be None), rounded to the type of h, and its
+        norm.
 
-        `is_pre`: h becomes the sum, in place, and the norm is given back. Else h becomes its norm, and is given back.
-        `norm` None: the sum alone.
+        With `is_pre` h becomes the sum in place, and its norm is returned; otherwise h becomes the norm and is
+        returned. Without a `norm` the sum is returned.
         """
 
     def gate(self, y: Tensor) -> Tensor:
-        """silu(gate) * other of y = [gate; other] [B, 2 F] -> [B, F]."""
+        """silu(gate) * up of y = [gate; up]: [B, 2 F] -> [B, F]."""
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """[B, V] -> [B] int64; the lowest index of equals."""
+        """[B, V] -> [B] int64; the lowest index where several are equal."""
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        """The choice of `skipdecode.model.sampler.pick`, without a sort and without a float32 copy: [B] int64.
+        """As `torch_sampling.pick_by_sort`, without a sort and without a float32 copy of the logits: [B] int64.
 
-        logits [B, V]; [B, 1] each: temperature float32 (0: greedy), top_k int64, top_p and uniform float32, rows of
-        any stride. Sums of many numbers come out otherwise in their last bit: a uniform within about 1e-6 of the edge
-        between two tokens may choose the other.
+        logits [B, V]; temperature float32 (0: greedy), top_k int64, top_p and uniform float32 are [B, 1], of any
+        stride. Sums differ from torch's in their last bits, so a uniform within about 1e-6 of the edge between two
+        tokens may choose the other one.
         """

@@ -1,6 +1,7 @@
-"""Every kernel of a device run once before a process takes them, at a small shape, against torch's operators.
+"""Self-test of CUDA kernels: each runs once at a small shape and is compared with torch's operators.
 
-One that the compiler refuses, or that computes something else, is found here and not in a batch.
+So a kernel that does not compile on this machine, or that computes something wrong, is found before a process uses it.
+The reference must not ask for a back end, because the back end is being chosen while this runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +16,19 @@ from skipdecode.backends.torch_kernels import TorchKernels
 B, H, G, K, COLUMNS = 3, 8, 2, 64, 32
 WIDTH = H * K
 TOLERANCE = 0.05
-"""Of the largest number: bfloat16 rounds to a 256th, some times over. What is wrong is farther off."""
+"""Share of the largest value. bfloat16 rounds to a 256th several times over; a wrong kernel is farther off."""
 
 Run = Callable[[Kernels], Sequence[Tensor]]
-"""What comes out, and what was written in place."""
+"""Returns the outputs of a kernel, and what it has written in place."""
 
 
 def self_test(kernels: Kernels, device: torch.device) -> str | None:
-    """Which of them fails there or is wrong, and how; None: none. Takes the seconds that compiling takes."""
+    """Says which kernel fails on the device or is wrong; None if all are right. Compiling them takes seconds."""
     for name, run in _cases(device).items():
         try:
             pairs = zip(run(kernels), run(TorchKernels()), strict=True)
             apart = max(_apart(made, wanted) for made, wanted in pairs)
-        except Exception as error:  # no compiler, no driver, no room: whatever it is, torch's operators do not need it
+        except Exception as error:  # no compiler, driver or memory: torch's operators do not need them
             return f"the kernel of {name} failed ({type(error).__name__}: {error})".splitlines()[0][:300]
         if apart > TOLERANCE:
             return f"the kernel of {name} is wrong"
@@ -35,7 +36,7 @@ def self_test(kernels: Kernels, device: torch.device) -> str | None:
 
 
 def _apart(made: Tensor, wanted: Tensor) -> float:
-    """As a share of the largest number; tokens are equal or not."""
+    """The largest difference as a share of the largest value; tokens are either equal or not."""
     if not wanted.is_floating_point():
         return 0.0 if torch.equal(made, wanted) else 1.0
     apart = (made.float() - wanted.float()).abs().max() / wanted.float().abs().max()
@@ -43,7 +44,7 @@ def _apart(made: Tensor, wanted: Tensor) -> float:
 
 
 def _cases(device: torch.device) -> dict[str, Run]:
-    """Each on memory of its own, as kernels write in place."""
+    """The runs by the name of their kernel, each on its own memory because kernels write in place."""
     rng = torch.Generator().manual_seed(1)
 
     def numbers(*shape: int) -> Tensor:

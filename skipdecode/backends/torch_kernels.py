@@ -1,8 +1,8 @@
-"""The kernels of `cuda_kernels.Kernels` by torch's operators, on any device: what the Triton ones must equal.
+"""`cuda_kernels.Kernels` in torch's operators, on any device: the reference for the Triton kernels.
 
-Plain and slow: `attend` reads its bounds on the host, so it cannot be captured.
+It is plain and slow, and cannot be captured because `attend` reads its bounds on the host.
 
-B rows, H heads of queries, G of keys and values, S columns of memory, K head dim.
+B rows, H query heads, G KV heads, S columns of the cache, K head dim.
 """
 
 import torch
@@ -16,7 +16,7 @@ from skipdecode.backends.torch_sampling import pick_by_sort
 
 
 class TorchKernels:
-    """As `cuda_kernels.Kernels`."""
+    """Implements `cuda_kernels.Kernels`."""
 
     def attend(
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
@@ -39,7 +39,7 @@ class TorchKernels:
         at = torch.arange(keys.shape[2], device=q.device)
         sees = (at >= first[:, None]) & (at <= last[:, None])  # [B, S]
         seen = sees[:, None, :, None]
-        keys, values = keys.masked_fill(~seen, 0), values.masked_fill(~seen, 0)  # what is around may be anything
+        keys, values = keys.masked_fill(~seen, 0), values.masked_fill(~seen, 0)  # other columns may hold anything
         out = F.scaled_dot_product_attention(
             ready(q, heads.q_norm), keys, values, attn_mask=sees[:, None, None], enable_gqa=True
         )
@@ -74,7 +74,8 @@ def normed_by(norm: Norm, x: Tensor) -> Tensor:
 
 
 def memory_of(columns: KVRange | GraphKVRange, num_rows: int, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, G, S, K] in place; of a table, as many columns as any row sees. Waits for the device."""
+    """Views [B, G, S, K] of keys and values; for a `GraphKVRange` as many columns as any row sees. Waits for the
+    device."""
     if isinstance(columns, KVRange):
         return columns.k, columns.v
     k_at, v_at, row, head = columns.where.tolist()

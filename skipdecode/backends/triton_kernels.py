@@ -1,7 +1,6 @@
-"""Triton's kernels as `cuda_kernels.Kernels`: grids, blocks, warps, and the memory of what they make.
+"""`cuda_kernels.Kernels` in Triton: the grid, blocks, warps and output memory of every launch.
 
-All of it goes through `launch`. Importing this needs Triton; what each kernel does stands in `triton_attention`,
-`triton_norm` and `triton_sampling`.
+The kernels themselves are in `triton_attention`, `triton_norm` and `triton_sampling`. Importing this needs Triton.
 """
 
 import os
@@ -16,7 +15,7 @@ from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
 from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
-"""By Triton's interpreter, on a CPU, which multiplies no bfloat16."""
+"""Whether Triton's interpreter runs the kernels on a CPU; it cannot multiply bfloat16."""
 MAX_SPLITS = 16
 MIN_CHUNK = 256
 """Columns that a program reads at least: below, a program's start and the sum at the end cost what they gain."""
@@ -24,13 +23,13 @@ BLOCK, WARPS = 32, 2
 """Columns at a time, and warps that share them. Sums over columns cross the warps, and that is what costs: on an H200
 OPT-1.3B's attention takes half the time that four warps with 64 columns take, OPT-6.7B's 0.84 of it."""
 TOGETHER = 32
-"""Queries of a head of keys that share what is read of it, where several columns of a row are new."""
+"""Queries that share what is read of a KV head, where a row has several new tokens."""
 ENOUGH_PROGRAMS = 1024
-"""On the device at once, some eight for each of an H100's 132 multiprocessors: with that many, memory is busy."""
+"""Programs that keep memory busy: some eight for each of an H100's 132 multiprocessors."""
 
 
 def launch(kernel: object, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """Of the current stream of the device that the first argument lies on."""
+    """Launches a kernel on the current stream of the device that its first argument is on."""
     first = arguments[0]
     assert isinstance(first, Tensor), type(first)
     if first.device.type == "cuda" and first.device.index != torch.cuda.current_device():
@@ -41,10 +40,10 @@ def launch(kernel: object, grid: tuple[int, ...], *arguments: object, **options:
 
 
 def splits_for(rows: int, kv_heads: int) -> int:
-    """Into how many parts the columns of a row and head may be cut, so that there are enough programs.
+    """Into how many parts the columns of a row and KV head are split, so that there are enough programs.
 
-    A number of the batch's shape alone: a captured step has it, whatever the columns. How many parts have columns is
-    decided on the device.
+    It depends only on the shape of the batch, so that a captured step stays valid for any number of columns. How many
+    of the parts have columns is decided on the device.
     """
     splits = 1
     while splits < MAX_SPLITS and rows * kv_heads * splits < ENOUGH_PROGRAMS:
@@ -53,7 +52,7 @@ def splits_for(rows: int, kv_heads: int) -> int:
 
 
 class TritonKernels:
-    """As `cuda_kernels.Kernels`."""
+    """Implements `cuda_kernels.Kernels`."""
 
     def __init__(self) -> None:
         self._arrived: dict[torch.device, Tensor] = {}
@@ -71,7 +70,7 @@ class TritonKernels:
         rotating = 0 if table is None else table.shape[1]
         _check(heads, q, k, v, columns)
         out = q.new_empty(B, H * K)
-        padded = max(16, _power(K))  # what the matrix units take at least
+        padded = max(16, _power(K))  # the least that tensor cores take
         launch(
             attend_kernel,
             (G, B, splits),
@@ -96,9 +95,9 @@ class TritonKernels:
         _check(heads, q, k, v, columns)
         keys, values = _memory(columns, heads)
         padded, strides = max(16, _power(K)), (keys.stride(0), keys.stride(1))
-        turns = table is not None or heads.q_norm is not None
-        ready = q.new_empty(N, H * K) if turns else q
-        if turns or k is not None:
+        changes_queries = table is not None or heads.q_norm is not None
+        ready = q.new_empty(N, H * K) if changes_queries else q
+        if changes_queries or k is not None:
             launch(
                 store_kernel,
                 (G, N),
@@ -107,7 +106,7 @@ class TritonKernels:
                 q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0), *strides,
                 1 if table is None else len(table), heads.epsilon,
                 G=G, GROUP=group, M=_power(group), K=K, KP=padded, HALF=0 if table is None else table.shape[1] // 2,
-                HAS_NEW=k is not None, HAS_Q=turns, HAS_Q_NORM=heads.q_norm is not None,
+                HAS_NEW=k is not None, HAS_Q=changes_queries, HAS_Q_NORM=heads.q_norm is not None,
                 HAS_K_NORM=heads.k_norm is not None, num_warps=1,
             )  # fmt: skip
         together = max(1, min(_power(columns.max_queries), TOGETHER // group))
@@ -124,7 +123,7 @@ class TritonKernels:
         return out
 
     def _parts(self, q: Tensor, G: int, splits: int, queries: int, K: int) -> tuple[Tensor | None, ...]:
-        """Where the parts of a row's columns leave what they have made, and count themselves."""
+        """Memory for the partial results of a row's parts, and the counters of the parts that are done."""
         if splits == 1:
             return None, None, None
         shape = len(q), G, splits, queries
@@ -183,7 +182,7 @@ class TritonKernels:
         return out
 
     def _counters(self, device: torch.device) -> Tensor:
-        """[ENOUGH_PROGRAMS] zeros, which every call leaves as zeros; at one address, which captured steps know."""
+        """[ENOUGH_PROGRAMS] zeros that every call resets to zeros, at an address that captured steps rely on."""
         if device not in self._arrived:
             self._arrived[device] = torch.zeros(ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
         return self._arrived[device]
@@ -205,22 +204,22 @@ def _check(heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns:
 
 
 def _memory(columns: KVRange | GraphKVRange, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Where the kernel begins to count."""
+    """The tensors at whose addresses keys and values begin."""
     if isinstance(columns, GraphKVRange):
         return columns.memory, columns.memory
     assert columns.max_queries == 1 or columns.slots is not None, columns.max_queries
     for own in (columns.k, columns.v):
         assert own.shape[1::2] == (heads.kv_heads, heads.head_dim), (own.shape, heads)
         assert own.stride()[2:] == (heads.head_dim, 1), own.stride()
-        assert own.stride() == columns.k.stride(), "keys and values lie otherwise"
+        assert own.stride() == columns.k.stride(), "keys and values have different strides"
     return columns.k, columns.v
 
 
 def _power(number: int) -> int:
-    """The power of two that holds it."""
+    """The smallest power of two that is not below it."""
     return 1 << (number - 1).bit_length()
 
 
 def _warps(block: int, most: int) -> int:
-    """One for every 256 numbers, or a power of two near it."""
+    """One warp per 256 elements, or a power of two near that."""
     return max(1, min(most, block // 256))

@@ -15,7 +15,7 @@ def add_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_ADDED_BIAS: tl.constexpr,
     STORES_SUM: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One row: states + (added + its bias), rounded; its norm in float32, from what was rounded."""
+    """One row: states + (added + its bias), rounded, and the norm of the rounded sum in float32."""
     b, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_in = d < D
     x = tl.load(STATES + b * row + d, mask=is_in, other=0.0)
@@ -41,7 +41,7 @@ def add_norm_kernel(
 
 @triton.jit
 def gate_kernel(Y, OUT, row, F, BLOCK: tl.constexpr):
-    """silu(gate) * other of [gate; other], the first rounded as torch's operator does."""
+    """silu(gate) * up of [gate; up]; silu(gate) is rounded as by torch's operator."""
     b, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = f < F
     gate = tl.load(Y + b * row + f, mask=is_in, other=0.0)

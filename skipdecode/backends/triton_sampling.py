@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def argmax(ROW, V, BLOCK: tl.constexpr):
-    """The largest of ROW [V] and its lowest place. What is no number counts as infinite, as torch has it."""
+    """The largest value of ROW [V] and its lowest index. NaN counts as infinity, as in torch."""
     at = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
@@ -28,29 +28,29 @@ def argmax(ROW, V, BLOCK: tl.constexpr):
 def argmax_kernel(LOGITS, OUT, row, V, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     _, where = argmax(LOGITS + b * row, V, BLOCK)
-    # lanes without a number of the row hold -inf at place 0, which is right where all are
+    # lanes past the row hold -inf at index 0, which is right where the whole row is -inf
     tl.store(OUT + b, where.to(tl.int64))
 
 
 @triton.jit
 def scaled(ROW, at, V, largest, temperature):
-    """(logit - largest) / temperature, rounded as torch does; -inf behind the end."""
+    """(logit - largest) / temperature, rounded as by torch; -inf past the end."""
     x = tl.load(ROW + at, mask=at < V, other=float("-inf")).to(tl.float32)
     return tl.div_rn(x - largest, temperature)
 
 
 @triton.jit
 def key_of(x):
-    """x <= 0 -> int32 that rises as x falls, equal where x is."""
+    """Maps x <= 0 to an int32 that rises as x falls; equal values have equal keys."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def searched(ROW, V, largest, temperature, most_key, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest key whose numbers, with those of lower keys, reach `wanted`: a count, or a mass (sum of exp). At most
-    `most_key`, and the key of some number.
+    """The lowest key at which the logits with this or a lower key reach `wanted`, a count or a mass (sum of exp). It is
+    at most `most_key`, and some logit has it.
 
-    Gives back the key, the count or mass of lower keys, and the count at the key. Eight passes of four bits each.
+    Returns the key, the count or mass of lower keys, and the count at the key. Eight passes of four bits each.
     """
     at, bins = tl.arange(0, BLOCK), tl.arange(0, 16)
     key, before, here, shift = 0, wanted * 0, 0, 28
@@ -82,8 +82,8 @@ def searched(ROW, V, largest, temperature, most_key, wanted, BY_MASS: tl.constex
 
 @triton.jit
 def kept(ROW, at, V, largest, temperature, key, ties, seen):
-    """Weights of the tokens `at`, 0 for those left out: higher keys, and all but the first `ties` of this key. `seen`:
-    of these, before `at`; gives back those before the next ones, too."""
+    """Weights of the tokens `at`: 0 for higher keys, and for all but the first `ties` tokens with exactly this key.
+    `seen`: how many of the latter come before `at`; returned for the next tokens, too."""
     x = scaled(ROW, at, V, largest, temperature)
     own = key_of(x)
     is_tie = (own == key) & (at < V)
