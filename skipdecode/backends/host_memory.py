@@ -1,9 +1,9 @@
-"""What the host has to give, memory and cores: that of the machine, or of the container where that has less."""
+"""The memory and cores of the host: those of the machine, or of the container where its limits are lower."""
 
 import os
 from pathlib import Path
 
-# limit, what counts against it, and what of that is page cache (in memory.stat), by version of Linux's control groups
+# by version of Linux's control groups: the limit, the usage, and the part of it that is page cache (in memory.stat)
 MEMORY_FILES = {
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -11,20 +11,20 @@ MEMORY_FILES = {
 
 
 def available_bytes() -> int:
-    """Memory that nobody needs. Not free pages: the page cache gives way."""
+    """Memory that can still be allocated; page cache counts as free."""
     left = [_bytes_left(path, version) for version, path in _groups("memory")]
     return min([_of_machine(), *(bytes_left for bytes_left in left if bytes_left is not None)])
 
 
 def total_bytes() -> int:
-    """Memory that this process and its neighbours in a container may have in all."""
+    """The memory limit of this process together with the others in its container."""
     limits = [_limit(path, version) for version, path in _groups("memory")]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([pages, *(limit for limit in limits if limit is not None)])
 
 
 def num_cores() -> int:
-    """Cores that this process may use, of which there is one at least."""
+    """Cores that this process may use, at least one."""
     # macOS has no affinity
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [_quota(path, version) for version, path in _groups("cpu")]
@@ -42,9 +42,9 @@ def _of_machine() -> int:
 def _groups(
     controller: str, own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[tuple[int, Path]]:
-    """(version, folder) of the control groups whose limits hold for this process: its own, and all above it.
+    """(version, folder) of every control group that limits this process: its own and all above it.
 
-    `own` names them as the machine sees them. In a container that name may not be there, and `root` is its own group.
+    `own` names them as the machine sees them. In a container that path may not exist, and `root` is its own group.
     """
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
@@ -61,7 +61,7 @@ def _groups(
 
 
 def _bytes_left(group: Path, version: int) -> int | None:
-    """Below the limit of a control group; None: it has none, or does not say."""
+    """Bytes left below the limit of a control group; None if it has no limit or does not say."""
     _, usage, cache = MEMORY_FILES[version]
     limit = _limit(group, version)
     if limit is None:
@@ -75,15 +75,15 @@ def _bytes_left(group: Path, version: int) -> int | None:
 
 
 def _limit(group: Path, version: int) -> int | None:
-    """Bytes that a control group may have; None: as many as there are, or it does not say."""
+    """The memory limit of a control group in bytes; None if it has none or does not say."""
     try:
         return int((group / MEMORY_FILES[version][0]).read_text(encoding="ascii"))
-    except (OSError, ValueError):  # the second for `max`
+    except (OSError, ValueError):  # ValueError: `max`
         return None
 
 
 def _quota(group: Path, version: int) -> float | None:
-    """Cores' worth of time that a control group may have; None: it has no limit, or does not say."""
+    """The CPU limit of a control group in cores; None if it has none or does not say."""
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
         quota, period = " ".join((group / name).read_text(encoding="ascii") for name in names).split()

@@ -1,9 +1,9 @@
 """Memory in large pages, for weights and caches.
 
-A step reads all weights, and in pages of 4 KiB waits for their addresses: products of 16 to 32 rows gain 9 to 19 %.
-torch can ask for large pages too, but only for all it allocates and for tensors that fill some;
-the weights of a small model do not. The cache of a batch gets the memory of the one before: the system clears what is
-fresh, which took a sixth of the prompts' time on an AMD EPYC (2026-11-25).
+A decode step reads all weights, and with pages of 4 KiB it waits for address translation: products of 16 to 32 rows
+gain 9 to 19 % (`benchmarks/LOG.md`). torch can ask for large pages too, but only for all its memory and only for
+tensors that fill some, which a small model's weights do not. A batch's cache reuses the memory of the batch before,
+because the system zeroes fresh pages, which took a sixth of the prefill on an AMD EPYC (2026-11-25, the same log).
 """
 
 import contextlib
@@ -20,15 +20,15 @@ PAGE_BYTES = 1 << 21
 LINE_BYTES = 64
 SLAB_BYTES = 16 * PAGE_BYTES
 MOST_SPARE = 4
-"""Times what is asked for that memory may have and still be lent."""
+"""A spare piece is reused if it is at most so many times as large as needed."""
 KEPT = 2
-"""Pieces: a batch may have a cache of its prompts and one of its answers, or another schedule runs in turns with it."""
-_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
+"""Spare pieces kept: a batch may have one cache for prompts and one for answers, or alternate with another schedule."""
+_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # only on Linux
 
 
 def large_pages(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors side by side in memory of their own, perhaps that of tensors that are gone: what they hold is any number.
-    In ordinary memory where they do not fill a page."""
+    """Uninitialised tensors side by side in one piece of memory, perhaps a reused one; in ordinary memory where they do
+    not fill a page."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     needed = sum(_in_lines(size) for size in sizes)
     if _ADVICE is None or needed < PAGE_BYTES:
@@ -42,12 +42,12 @@ def large_pages(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[T
 
 
 def reusable_bytes() -> int:
-    """Memory that this process holds for the next tensors of `large_pages`: free for them, and for nobody else."""
+    """Bytes that are kept for the next `large_pages`, and are not available to anything else."""
     return _SPARE.nbytes
 
 
 def _cut(memory: mmap.mmap | memoryview, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor `at` so many bytes behind the first page's begin; it keeps `memory`."""
+    """A tensor at byte `at` after the beginning of the first large page; it keeps `memory` alive."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
@@ -55,43 +55,43 @@ def _cut(memory: mmap.mmap | memoryview, at: int, shape: tuple[int, ...], dtype:
 
 
 def _start(memory: mmap.mmap | memoryview) -> int:
-    """Bytes before its first large page."""
+    """Bytes before the first large page of `memory`."""
     return -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE_BYTES
 
 
 def _map(size: int) -> mmap.mmap:
-    """Large pages with room for `size` bytes behind `_start`."""
+    """Maps large pages for `size` bytes after `_start`."""
     assert _ADVICE is not None
     end = (-(-size // PAGE_BYTES) + 1) * PAGE_BYTES
     try:
         memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{end} bytes for weights or a cache: {error}") from error
-    with contextlib.suppress(OSError):  # a system without them
+    with contextlib.suppress(OSError):  # not available on this system
         memory.madvise(_ADVICE)
     return memory
 
 
 class _Spare:
-    """Lends memory, and keeps what came back for the next to ask: KEPT pieces, the largest."""
+    """Lends pieces of memory, and keeps the KEPT largest that came back for reuse."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the end of a tensor may come in the middle of `lend`
-        self._idle: list[mmap.mmap] = []  # rising in size
+        self._lock = threading.RLock()  # a tensor may be freed in the middle of `lend`
+        self._idle: list[mmap.mmap] = []  # by size
 
     @property
     def nbytes(self) -> int:
         return sum(map(len, self._idle))
 
     def lend(self, size: int) -> memoryview:
-        """Room for `size` bytes behind `_start`, until nobody holds the view any more."""
+        """A view with `size` bytes after `_start`; the memory comes back when the view is freed."""
         least, memory = size + PAGE_BYTES, None
         with self._lock:
             fitting = [idle for idle in self._idle if least <= len(idle) <= MOST_SPARE * least]
             if fitting:
                 memory = fitting[0]
                 self._idle = [idle for idle in self._idle if idle is not memory]
-            else:  # what would be much beside it is given up before it is asked for
+            else:  # free small spare pieces before more is allocated
                 self._idle = [idle for idle in self._idle if MOST_SPARE * len(idle) <= least]
         memory = _map(size) if memory is None else memory
         view = memoryview(memory)
@@ -99,7 +99,7 @@ class _Spare:
         return view
 
     def _take_back(self, memory: mmap.mmap) -> None:
-        with self._lock:  # the smallest goes when this returns
+        with self._lock:  # the smallest is freed when this returns
             self._idle = sorted([*self._idle, memory], key=len)[-KEPT:]
 
 
@@ -111,7 +111,7 @@ def _in_lines(size: int) -> int:
 
 
 class LargePages:
-    """Tensors cut one behind the other from slabs of large pages. A slab lives as long as one of its tensors."""
+    """Allocates tensors one after the other from slabs of large pages. A slab lives as long as any of its tensors."""
 
     def __init__(self, slab_bytes: int = SLAB_BYTES) -> None:
         self._slab_bytes = slab_bytes
@@ -120,7 +120,7 @@ class LargePages:
         self._next = self._end = 0  # bytes of the slab
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """On a line of the cache; what it holds is any number. Ordinary memory where there are no large pages."""
+        """An uninitialised tensor, aligned to a cache line; in ordinary memory where there are no large pages."""
         size = math.prod(shape) * dtype.itemsize
         if _ADVICE is None or size == 0:
             return torch.empty(shape, dtype=dtype)

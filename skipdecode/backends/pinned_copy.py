@@ -1,7 +1,7 @@
-"""Small lists on their way to a device, for which nobody waits.
+"""Copies small lists to a device without waiting for it.
 
-A copy from ordinary memory to a CUDA device waits until the device has done all it was given before. One from pinned
-memory does not; torch gives such memory to nobody else before the copy is over. The other way:
+A copy from ordinary memory to a CUDA device waits until the device has done everything queued before; one from pinned
+memory does not, and torch does not reuse that memory before the copy is done. The other direction is
 `skipdecode.engine.async_output`.
 """
 
@@ -22,13 +22,12 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `torch.tensor`: the shape of the list, and by default int64 or float32, or the type of the array, whose memory
-    it may keep."""
+    """As `torch.tensor(numbers, dtype, device)`. An array keeps its type, and on a CPU its memory is shared."""
     if device.type != "cuda":
-        if isinstance(numbers, np.ndarray) and dtype is None:  # sooner by several microseconds
+        if isinstance(numbers, np.ndarray) and dtype is None:  # several microseconds faster
             return torch.from_numpy(numbers)
         return torch.tensor(numbers, dtype=dtype, device=device)
-    if isinstance(numbers, np.ndarray):  # which torch.tensor does not pin
+    if isinstance(numbers, np.ndarray):  # torch.tensor does not pin its copy
         given = torch.from_numpy(numbers)
         pinned = torch.empty(given.shape, dtype=dtype or given.dtype, pin_memory=True).copy_(given)
     else:

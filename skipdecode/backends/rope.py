@@ -1,6 +1,7 @@
-"""Rotary positions (arXiv 2104.09864), as Hugging Face lays them out: number i of a head turns with number i + r / 2.
+"""Rotary position embedding (arXiv 2104.09864) in Hugging Face's layout: elements i and i + r / 2 of a head form a
+pair.
 
-B rows, T columns, K head dim, r of its numbers that turn.
+B rows, T columns, K head dim, r rotated elements of a head.
 """
 
 import math
@@ -12,11 +13,11 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.config.rope import Rope
 
 Rotation = Tensor
-"""[B, 1, T, r] float32: cosines, then sines, of each position."""
+"""[B, 1, T, r] float32: the cosines and then the sines of each position."""
 
 
 def rotary_table(config: DecoderConfig, device: torch.device | str = "cpu") -> Tensor | None:
-    """[positions, r] float32, r / 2 cosines and as many sines of every position; None where nothing turns."""
+    """[positions, r] float32: r / 2 cosines and r / 2 sines of every position; None for models without RoPE."""
     rope = config.rope
     if rope is None:
         return None
@@ -26,7 +27,7 @@ def rotary_table(config: DecoderConfig, device: torch.device | str = "cpu") -> T
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[r / 2] radians per position."""
+    """[r / 2] in radians per position."""
     r = int(head_dim * rope.share)
     plain = 1.0 / rope.theta ** (torch.arange(0, r, 2, dtype=torch.int64).float() / r)
     if rope.scaling == "linear":
@@ -37,7 +38,7 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Slow ones are slowed down by `factor`, fast ones stay, those between go over smoothly (Llama 3.1)."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones stay, those between are interpolated."""
     context, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     wavelengths = 2 * math.pi / plain
     slowed = torch.where(wavelengths > context / low, plain / rope.factor, plain)
@@ -48,12 +49,12 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def rotation_at(table: Tensor | None, positions: Tensor) -> Rotation | None:
-    """Of positions [B, T] int64 (-1: padding, anything will do); `table` as `rotary_table` gives it."""
+    """The rows of `table` (see `rotary_table`) at positions [B, T] int64; -1 is padding, for which any row will do."""
     return None if table is None else table[positions.clamp(min=0, max=len(table) - 1)][:, None]
 
 
 def apply_rotary(x: Tensor, rotation: Rotation | None) -> Tensor:
-    """x [B, heads, T, K] at its positions, in float32, rounded once."""
+    """Rotates x [B, heads, T, K] in float32, rounded once."""
     if rotation is None:
         return x
     half = rotation.shape[-1] // 2

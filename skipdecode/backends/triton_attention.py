@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e): the device h
 
 @triton.jit
 def apply_rotary(x, other, cos, sin, d, HALF: tl.constexpr):
-    """Numbers `d` of a head and those they turn with: the first half of those that turn, then the second."""
+    """Rotates elements `d` of a head together with their partners `other`."""
     sign = tl.where(d < HALF, -1.0, 1.0)
     return tl.where(d < 2 * HALF, x * cos + sign * other * sin, x)
 
@@ -25,7 +25,7 @@ def apply_rotary(x, other, cos, sin, d, HALF: tl.constexpr):
 def ready(
     X, rows, d, mask, position, WEIGHT, ROTATIONS, epsilon, K: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
 ):  # fmt: skip
-    """Heads X + rows [M, K] normed, then turned; rounded to their type after each. As float32."""
+    """Heads X + rows [M, K] in float32 after norm and rotary embedding, rounded to their type after each."""
     x = tl.load(X + rows + d[None, :], mask=mask, other=0.0)
     dtype = x.dtype
     x = x.to(tl.float32)
@@ -50,7 +50,7 @@ def ready(
 
 @triton.jit
 def part_of(first, last, part, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr):
-    """How many parts of a row have columns, and where this one's begin and end."""
+    """How many parts of a row have columns, and where those of this part begin and end."""
     live, start, end = 1, first, last + 1
     if SPLITS > 1:
         chunk = tl.maximum(tl.cdiv(tl.cdiv(last + 1 - first, SPLITS), BLOCK) * BLOCK, MIN_CHUNK)
@@ -62,9 +62,9 @@ def part_of(first, last, part, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CH
 
 @triton.jit
 def memory_of(KEYS, VALUES, WHERE, b, g, memory_row, memory_head, HAS_TABLE: tl.constexpr):
-    """Where the keys and values [columns, K] of a row and head begin."""
+    """Pointers to the keys and values [columns, K] of a row and head."""
     keys, values = KEYS, VALUES
-    if HAS_TABLE:  # multiples of 16, so that 16 bytes are loaded at once
+    if HAS_TABLE:  # multiples of 16, so that loads are of 16 bytes
         keys += tl.multiple_of(tl.load(WHERE), 16)
         values += tl.multiple_of(tl.load(WHERE + 1), 16)
         row = b * tl.multiple_of(tl.load(WHERE + 2), 16) + g * tl.multiple_of(tl.load(WHERE + 3), 16)
@@ -78,8 +78,8 @@ def with_new(
     q, NEW_K, NEW_V, keys, values, k_row, v_row, b, g, last, end, best, total, made, d, position, K_NORM, ROTATIONS,
     scale, epsilon, K: tl.constexpr, HALF: tl.constexpr, HAS_K_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [M, K] so far, as in `attended`, and to the row's new key, normed and turned, and value. The part
-    that ends with column `last` stores them there and counts them; others leave all as it is."""
+    """Adds the row's new key and value to the attention of q [M, K] so far (see `attended`), and stores them. Only the
+    part that ends with column `last` does so; others change nothing."""
     one, is_in = tl.arange(0, 1), d < K
     rows, row_mask = b * k_row + g * K + one[:, None], is_in[None, :]
     new = ready(NEW_K, rows, d, row_mask, position, K_NORM, ROTATIONS, epsilon, K, HALF, HAS_K_NORM)  # [1, K]
@@ -100,8 +100,8 @@ def attended(
     q, keys, values, at, stored, until, best, total, made, d, scale,
     M: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IN_FLOAT32: tl.constexpr, HAS_UNTIL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [M, K] so far (the best score [M], the sum of weights [M], the weighted values [M, K]), and to the
-    BLOCK columns from `at` on, those before `stored`; of a query those up to `until` [M] where it HAS_UNTIL."""
+    """Adds BLOCK columns from `at` on, those before `stored`, to the attention of q [M, K] so far: the best score [M],
+    the sum of weights [M] and the weighted values [M, K]. With HAS_UNTIL a query sees columns up to `until` [M]."""
     columns = at + tl.arange(0, BLOCK)
     sees = columns < stored
     place, mask = columns[:, None] * K + d[None, :], sees[:, None] & (d < K)[None, :]
@@ -140,7 +140,7 @@ def sum_of_parts(
     PARTS, SUMS, slot, live, m, d, mask,
     GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Attention [M, K] to all columns of a row, of what its parts have written from `slot` on, in their order."""
+    """Attention [M, K] to all columns of a row, combined from its parts' results from `slot` on, in order."""
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     made = tl.zeros([M, KP], tl.float32)
@@ -157,7 +157,7 @@ def sum_of_parts(
     return made / total[:, None]
 
 
-# Rows of a batch begin at any place of FIRST and LAST: by their alignment, the kernel would be compiled twice.
+# A batch may begin anywhere in FIRST and LAST; specialised on their alignment, the kernel would be compiled twice.
 @triton.jit(
     do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "PLACES"]
 )
@@ -169,10 +169,10 @@ def attend_kernel(
     HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_PLACES: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """One head of keys and values of a row, or a part of its columns: the queries that share it read them once.
+    """One KV head of a row, or a part of its columns, for all queries that share it.
 
-    The part with the row's last column stores the new key and value, and attends to them from registers. The part that
-    ends last adds up the results of all, in their order.
+    The part with the row's last column stores the new key and value, and attends to them from registers. The program
+    that finishes last combines the results of all parts, in order.
     """
     g, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, last = tl.load(FIRST + b), tl.load(LAST + b * last_step)
@@ -222,8 +222,8 @@ def store_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
     HAS_NEW: tl.constexpr, HAS_Q: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Of a token and head of keys: the new key, normed and turned, and value to their place, where it HAS_NEW; the
-    queries that share the head, likewise, to READY [N, G GROUP K], where it HAS_Q."""
+    """For one token and KV head: stores the new key, after norm and rotary embedding, and the value (HAS_NEW), and the
+    queries that share the head, likewise, in READY [N, G GROUP K] (HAS_Q)."""
     g, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     last = tl.load(LAST + n)
     position = tl.minimum(last - tl.load(FIRST + n), num_positions - 1)
@@ -251,8 +251,8 @@ def attend_several_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """One head of keys and values of T tokens of a place, the first of which is the program's, or a part of their
-    columns. Programs of the other tokens have nothing to do: which those are is known on the device alone."""
+    """One KV head, or a part of its columns, for T tokens of a slot, the first of which is the program's. Programs of
+    the other tokens do nothing, since only the device knows which tokens share a slot."""
     g, n, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     slot = tl.load(SLOTS + n)
     if slot % T == 0:

@@ -18,10 +18,10 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 """Whether Triton's interpreter runs the kernels on a CPU; it cannot multiply bfloat16."""
 MAX_SPLITS = 16
 MIN_CHUNK = 256
-"""Columns that a program reads at least: below, a program's start and the sum at the end cost what they gain."""
+"""The fewest columns that a program reads: with fewer, starting it and combining the parts cost more than they gain."""
 BLOCK, WARPS = 32, 2
-"""Columns at a time, and warps that share them. Sums over columns cross the warps, and that is what costs: on an H200
-OPT-1.3B's attention takes half the time that four warps with 64 columns take, OPT-6.7B's 0.84 of it."""
+"""Columns at a time, and warps that share them. Sums over columns cross warps, which is the expensive part: on an H200
+OPT-1.3B's attention takes half the time of four warps with 64 columns, OPT-6.7B's 0.84 of it."""
 TOGETHER = 32
 """Queries that share what is read of a KV head, where a row has several new tokens."""
 ENOUGH_PROGRAMS = 1024

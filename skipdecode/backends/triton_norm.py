@@ -1,8 +1,7 @@
-"""Triton's kernels between the products of a layer but attention: residual, bias and norm in one, and the gate of
-feed-forward blocks. `cuda_kernels.Kernels` says what each computes, `triton_launch` on what grid.
+"""Triton kernels for residual, bias and norm in one, and for the gate of feed-forward blocks (`cuda_kernels.Kernels`).
 
-Importing this needs Triton. B rows, D width, F feed-forward width. Names in capitals are pointers, and numbers known
-when a kernel is compiled.
+`triton_kernels` launches them. B rows, D width, F feed-forward width. Names in capitals are pointers, and constants at
+compile time.
 """
 
 import triton

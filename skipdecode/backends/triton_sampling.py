@@ -1,8 +1,6 @@
-"""Triton's kernels that choose tokens: the likeliest, or a draw after temperature, top-k and top-p, without a sort.
+"""Triton kernels that choose tokens: argmax, and a draw after temperature, top-k and top-p that needs no sort.
 
-`cuda_kernels.Kernels` says what each computes, `triton_launch` on what grid. Importing this needs Triton.
-
-B rows, V vocabulary. Names in capitals are pointers, and numbers known when a kernel is compiled.
+`triton_kernels` launches them. B rows, V vocabulary. Names in capitals are pointers, and constants at compile time.
 """
 
 import triton
@@ -92,12 +90,13 @@ def kept(ROW, at, V, largest, temperature, key, ties, seen):
     return tl.where(keeps, tl.exp(x), 0.0), seen + tl.sum(is_tie.to(tl.int32), 0)
 
 
-# Rows of a batch begin at any place of UNIFORM: by its alignment, the kernel would be compiled twice.
+# A batch may begin anywhere in UNIFORM; specialised on its alignment, the kernel would be compiled twice.
 @triton.jit(do_not_specialize=["uniform_row"], do_not_specialize_on_alignment=["UNIFORM"])
 def draw_kernel(
     LOGITS, TEMPERATURE, TOP_K, TOP_P, UNIFORM, OUT, row, uniform_row, V, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """One row: where the sorted row would be cut is found by counting, then one number draws by token id."""
+    """One row. Where top-k and top-p would cut the sorted row is found by counting; one uniform number then draws by
+    token id."""
     b = tl.program_id(0).to(tl.int64)
     ROW = LOGITS + b * row
     largest, where = argmax(ROW, V, WIDE)
