@@ -12,8 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends import choice, cpu_weights
-from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import choice, cpu_kernels, cpu_weights
 from skipdecode.backends.backend import (
     Activation,
     Backend,
@@ -101,7 +100,7 @@ class CompiledBackend(Backend):
         return None if None in products else KVStoreKernel(shape, norm, cast(Sequence[Product], products), k_norms)
 
     def decode_attention(self, memory: Tensor) -> DecodeAttention | None:
-        has_kernels = cpu.is_available(memory) and not torch.is_grad_enabled()  # which have no gradient
+        has_kernels = cpu_kernels.is_available(memory) and not torch.is_grad_enabled()  # which have no gradient
         return attend_one if has_kernels else None
 
     def prompt_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
@@ -119,7 +118,7 @@ class CompiledBackend(Backend):
         return _are_kernels(layers)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        return cpu.argmax(logits) if cpu.is_available(logits) else super().argmax(logits)
+        return cpu_kernels.argmax(logits) if cpu_kernels.is_available(logits) else super().argmax(logits)
 
     def draw(
         self,
@@ -131,15 +130,15 @@ class CompiledBackend(Backend):
         *,
         cuts: bool = True,
     ) -> Tensor:
-        if cpu.is_available(logits):
-            return cpu.draw(logits, temperature, top_k, top_p, uniform)
+        if cpu_kernels.is_available(logits):
+            return cpu_kernels.draw(logits, temperature, top_k, top_p, uniform)
         return super().draw(logits, temperature, top_k, top_p, uniform, cuts=cuts)
 
     def allocate_cache(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:
         """Zeros only where masked columns are read. A row that may generate 1,000 tokens has as many columns and fills
         few of them; zeroing all took half a second."""
         empty = torch.empty(count, dtype=dtype, device=device)
-        if not cpu.is_available(empty):
+        if not cpu_kernels.is_available(empty):
             return empty.zero_()
         return self.allocate_buffers([(count,)], dtype, device)[0] if is_filled else empty
 
@@ -157,7 +156,7 @@ class CompiledBackend(Backend):
         return [*products, _OneDNN.of(weight).multiply] if onednn_lays_out(weight.dtype) else products
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
-        return [(cpu, "attend", "attention")]
+        return [(cpu_kernels, "attend", "attention")]
 
     @contextmanager
     def timed_layers(self) -> Iterator[dict[str, float]]:
@@ -185,7 +184,7 @@ def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange |
         flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
     new = (flat[1], flat[2]) if len(flat) == 3 else None
     k_all, v_all, first, last, slots, shared = columns[:6]
-    return cpu.attend(flat[0], k_all, v_all, first, last, new, slots=slots, shared=shared).view(q.shape)
+    return cpu_kernels.attend(flat[0], k_all, v_all, first, last, new, slots=slots, shared=shared).view(q.shape)
 
 
 def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
@@ -220,13 +219,13 @@ class _Kernel:
     def __call__(
         self, x: Tensor, bias: Tensor | None, *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor:
-        return cpu.linear(x, self.weight, self.outputs, bias, activation=activation, residual=residual)
+        return cpu_kernels.linear(x, self.weight, self.outputs, bias, activation=activation, residual=residual)
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self(x, None))
 
     def argmax(self, x: Tensor) -> Tensor:
-        return cpu.argmax_linear(x, self.weight, self.outputs)
+        return cpu_kernels.argmax_linear(x, self.weight, self.outputs)
 
     def ordered(self, bias: Tensor) -> Tensor:
         return cpu_weights.interleave(bias) if self.is_gated else bias

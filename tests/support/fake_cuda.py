@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skipdecode.backends import device
-from skipdecode.backends import triton_kernels as triton_launch
+from skipdecode.backends import device, triton_kernels
 from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.config.model import SwiftKVConfig
@@ -204,7 +203,7 @@ class FakeCuda:
         return np.zeros(x.shape, int).tolist()
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """In place of `triton_launch.launch`."""
+        """In place of `triton_kernels.launch`."""
         assert all(0 < size < 2**31 for size in grid), grid
         assert all(size < 2**16 for size in grid[1:]), grid
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
@@ -233,8 +232,8 @@ def fake_cuda(backend: Backend | None = None) -> Iterator[FakeCuda]:
     """`backend`: None: Triton's kernels, launched nowhere."""
     with pytest.MonkeyPatch.context() as patch:
         fake = FakeCuda()
-        chosen = CudaBackend(triton_launch.TritonKernels()) if backend is None else backend
-        patch.setattr(triton_launch, "launch", fake.launch)
+        chosen = CudaBackend(triton_kernels.TritonKernels()) if backend is None else backend
+        patch.setattr(triton_kernels, "launch", fake.launch)
         patch.setattr(device, "cuda_backend", lambda: chosen)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "Event", lambda: FakeEvent(fake))

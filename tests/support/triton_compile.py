@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from skipdecode.backends import triton_kernels as triton_launch
+from skipdecode.backends import triton_kernels
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",
@@ -32,7 +32,7 @@ class Compiled:
 
 
 class Launches:
-    """Stands in for `triton_launch.launch` and keeps what it is told."""
+    """Stands in for `triton_kernels.launch` and keeps what it is told."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -89,10 +89,10 @@ def _read(made: Any, warps: int) -> Compiled:
 
 def launches_of(run: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """What `run` launches, which is then not launched."""
-    before, found = triton_launch.launch, Launches()
-    triton_launch.launch = found  # type: ignore[assignment]
+    before, found = triton_kernels.launch, Launches()
+    triton_kernels.launch = found  # type: ignore[assignment]
     try:
         run()
     finally:
-        triton_launch.launch = before
+        triton_kernels.launch = before
     return found.seen

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from skipdecode.backends import triton_kernels as triton_launch
+from skipdecode.backends import triton_kernels
 from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.cuda_kernels import Heads, Norm
@@ -33,7 +33,7 @@ from tests.support.cuda_models import cpu_computed_by, random_model, some_reques
 ROUNDING = {torch.float32: 1.2e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Of a number near 1, half a step of the type, and one of float32."""
 TRITON, REFERENCE = TritonKernels(), TorchKernels()
-DEVICE = "cpu" if triton_launch.IS_INTERPRETED else "cuda"
+DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
 FIRST, LAST, CAPACITY = [0, 70, 149], 149, 160
 
 
@@ -69,13 +69,13 @@ def attention(
     wanted = REFERENCE.attend(wide, q.float(), *new, KVRange(wanted_keys, wanted_values, first, last))
     where = torch.tensor([16, 32 + half, G * CAPACITY * K, CAPACITY * K], device=DEVICE)
     columns = GraphKVRange(memory, where, first, last) if has_table else KVRange(keys, values, first, last)
-    before = triton_launch.splits_for, triton_launch.MIN_CHUNK
-    triton_launch.splits_for, triton_launch.MIN_CHUNK = (lambda *_: splits), 32
+    before = triton_kernels.splits_for, triton_kernels.MIN_CHUNK
+    triton_kernels.splits_for, triton_kernels.MIN_CHUNK = (lambda *_: splits), 32
     try:
         for _ in range(2):  # counters of parts are ready again
             made = TRITON.attend(heads, q, *((None, None) if is_stored else (k, v)), columns)
     finally:
-        triton_launch.splits_for, triton_launch.MIN_CHUNK = before
+        triton_kernels.splits_for, triton_kernels.MIN_CHUNK = before
     step = ROUNDING[dtype]
     near(made, wanted, 8 * step)  # queries, keys, weights and sums are rounded
     near(keys, wanted_keys, 4 * step)  # after the norm and after the turn
@@ -113,13 +113,13 @@ def places(
     new = (None, None) if is_stored else (k.float(), v.float())
     wanted = REFERENCE.attend(wide, q.float(), *new, KVRange(wanted_keys, wanted_values, first, last, of))
     columns = KVRange(keys, values, first, last, of, query_index=among, max_queries=max(counts))
-    before = triton_launch.splits_for, triton_launch.MIN_CHUNK
-    triton_launch.splits_for, triton_launch.MIN_CHUNK = (lambda *_: splits), 32
+    before = triton_kernels.splits_for, triton_kernels.MIN_CHUNK
+    triton_kernels.splits_for, triton_kernels.MIN_CHUNK = (lambda *_: splits), 32
     try:
         for _ in range(2):  # counters of parts are ready again
             made = TRITON.attend(heads, q, *((None, None) if is_stored else (k, v)), columns)
     finally:
-        triton_launch.splits_for, triton_launch.MIN_CHUNK = before
+        triton_kernels.splits_for, triton_kernels.MIN_CHUNK = before
     step = ROUNDING[dtype]
     near(made, wanted, (16 if norms else 8) * step)
     near(keys, wanted_keys, 4 * step)

@@ -7,7 +7,7 @@ import pytest
 
 import skipdecode.kv.static_cache
 from jobs.bench import main
-from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import cpu_kernels
 from skipdecode.cost.roofline import training_flops
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.static_cache import KVCache
@@ -56,7 +56,7 @@ def test_schedules_of_any_kind_have_names_of_their_own(
 def test_a_profile_adds_up_and_leaves_the_decoder_alone(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = (cpu.attend, KVCache.append, Sampler.__call__, skipdecode.kv.static_cache.attention)
+    before = (cpu_kernels.attend, KVCache.append, Sampler.__call__, skipdecode.kv.static_cache.attention)
     assert main([f"source={tiny_checkpoint}", *SMALL, SKIP, "--profile"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     for schedule in ("full", "skipdecode 3 2"):
@@ -64,7 +64,7 @@ def test_a_profile_adds_up_and_leaves_the_decoder_alone(
         assert sum(shares.values()) == pytest.approx(1.0)
         assert min(shares.values()) > 0
         assert {"feed-forward", "attention", "head", "norms", "embedding", "query, key, value"} < set(shares)
-    assert (cpu.attend, KVCache.append, Sampler.__call__, skipdecode.kv.static_cache.attention) == before
+    assert (cpu_kernels.attend, KVCache.append, Sampler.__call__, skipdecode.kv.static_cache.attention) == before
     assert main(["work=train", f"source={tiny_checkpoint}", *SMALL, "--profile"]) == 2
     assert "--profile is for work=decode" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:

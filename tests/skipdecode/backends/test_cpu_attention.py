@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import cpu_kernels
 from skipdecode.backends.backend import SharedPrefix
 from tests.support.cpu_backends import (
     DTYPES,
@@ -60,7 +60,7 @@ def test_attention_is_that_of_torch(
         query.float(), wanted_k.float(), wanted_v.float(), attn_mask=mask[:, None, None]
     )
     with num_threads(threads):
-        made = cpu.attend(q, k, v, first, last, (new_k, new_v) if is_new else None)
+        made = cpu_kernels.attend(q, k, v, first, last, (new_k, new_v) if is_new else None)
     assert torch.equal(k, wanted_k)  # only the new column was written
     assert torch.equal(v, wanted_v)
     difference = (made.float() - wanted.reshape(rows, -1)).abs().max()
@@ -92,14 +92,14 @@ def test_several_columns_of_a_row_are_as_one_after_the_other(
         one, part = slice(n, n + 1), slice(place, place + 1)
         own = wanted_k[part].clone(), wanted_v[part].clone()
         bounds = torch.tensor([0]), torch.tensor([column])
-        wanted.append(cpu.attend(q[one], *own, *bounds, (new_k[one], new_v[one])))
+        wanted.append(cpu_kernels.attend(q[one], *own, *bounds, (new_k[one], new_v[one])))
         wanted_k[part], wanted_v[part] = own
     order = torch.randperm(len(new), generator=rng)
     places, last = (torch.tensor(x)[order].contiguous() for x in zip(*new, strict=True))
     mixed = qkv[order]
     q, new_k, new_v = mixed.split([heads * dim, groups * dim, groups * dim], dim=1)
     with num_threads(threads):
-        made = cpu.attend(q, k, v, torch.zeros_like(last), last, (new_k, new_v), slots=places)
+        made = cpu_kernels.attend(q, k, v, torch.zeros_like(last), last, (new_k, new_v), slots=places)
     assert torch.equal(made, torch.cat(wanted)[order])
     assert torch.equal(k, wanted_k)
     assert torch.equal(v, wanted_v)
@@ -109,7 +109,7 @@ def test_weights_far_apart_do_not_overflow(backend: str) -> None:
     q = torch.full((1, 64), 50.0)
     k = torch.stack([torch.full((64,), x) for x in (-40.0, 40.0, 39.0)])[None, None].contiguous()
     v = torch.stack([torch.full((64,), x) for x in (1.0, 2.0, 3.0)])[None, None].contiguous()
-    made = cpu.attend(q, k, v, torch.tensor([0]), torch.tensor([2]))
+    made = cpu_kernels.attend(q, k, v, torch.tensor([0]), torch.tensor([2]))
     assert torch.equal(made, torch.full((1, 64), 2.0))
 
 
@@ -168,7 +168,7 @@ def test_attention_by_itself(
     )
     norms = {"q_norm": q_norm, "k_norm": k_norm, "epsilon": EPSILON} if has_norms else {}
     with num_threads(threads):
-        made = cpu.attend(
+        made = cpu_kernels.attend(
             q, k, v, first, last, (new_k, new_v) if is_new else None,
             rotary_table=rotary_table(turning) if turning else None, **norms,
         )  # fmt: skip
@@ -183,7 +183,7 @@ def test_weights_of_grouped_heads_far_apart_do_not_overflow(backend: str) -> Non
     q = torch.full((1, 192), 50.0)
     k = torch.stack([torch.full((64,), x) for x in (-40.0, 40.0, 39.0)])[None, None].contiguous()
     v = torch.stack([torch.full((64,), x) for x in (1.0, 2.0, 3.0)])[None, None].contiguous()
-    made = cpu.attend(q, k, v, torch.tensor([0]), torch.tensor([2]))
+    made = cpu_kernels.attend(q, k, v, torch.tensor([0]), torch.tensor([2]))
     assert torch.equal(made, torch.full((1, 192), 2.0))
 
 
@@ -233,11 +233,11 @@ def test_shared_columns_are_columns(
     rotary_table = torch.randn(200, dim // 2 * 2) if turns else None
     keys = {"rotary_table": rotary_table}
     with num_threads(threads):
-        wanted = cpu.attend(
+        wanted = cpu_kernels.attend(
             q, whole[0], whole[1], torch.zeros(rows, dtype=torch.int64), counts + last - first, (new_k, new_v), **keys
         )
         shared = SharedPrefix(k, v, where, counts)
-        made = cpu.attend(q, own_k, own_v, first, last, (new_k, new_v), shared=shared, **keys)
+        made = cpu_kernels.attend(q, own_k, own_v, first, last, (new_k, new_v), shared=shared, **keys)
     assert torch.equal(made, wanted)
     for row in range(rows):  # the new key lies where it belongs, turned to its place
         n = int(counts[row] + last[row] - first[row])
@@ -255,4 +255,4 @@ def test_wrong_shared_columns_are_refused(backend: str) -> None:
         SharedPrefix(torch.zeros(1, 2, 6, 32), torch.zeros(1, 2, 6, 32), at, at),
     ):
         with pytest.raises(AssertionError):
-            cpu.attend(q, memory, memory, at, at, shared=shared)
+            cpu_kernels.attend(q, memory, memory, at, at, shared=shared)

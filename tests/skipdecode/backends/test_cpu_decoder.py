@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.measuring.bench import random_model
-from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import cpu_kernels
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
@@ -73,7 +73,7 @@ def test_every_fast_path_gives_the_tokens_of_the_plain_one(
 ) -> None:
     model = plain(style)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "is_available", lambda _: False)
+        patch.setattr(cpu_kernels, "is_available", lambda _: False)
         wanted = tokens_of(model, lengths, num_new, schedule)
         assert not model.is_packed
         packed = copy.deepcopy(model).pack()
@@ -110,7 +110,7 @@ def test_swiftkv_too(backend: str, plain: Callable[[str], Decoder], group_size: 
     model = copy.deepcopy(plain("125m")).with_swiftkv(2, group_size)
     schedule = SwiftPrefill(SkipDecode(6, 5, 3, 1, 9), 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "is_available", lambda _: False)
+        patch.setattr(cpu_kernels, "is_available", lambda _: False)
         wanted = tokens_of(model, [3, 9, 1, 14, 6], 11, schedule)
     assert tokens_of(model.pack(), [3, 9, 1, 14, 6], 11, schedule) == wanted
 
@@ -123,9 +123,9 @@ def test_rows_of_different_ages_too(backend: str, plain: Callable[[str], Decoder
         for i, prompt in enumerate(prompts)
     ]
     made = []
-    for is_available in (lambda _: False, cpu.is_available):
+    for is_available in (lambda _: False, cpu_kernels.is_available):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu, "is_available", is_available)
+            patch.setattr(cpu_kernels, "is_available", is_available)
             rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
             made.append([row.tokens for row in rows])
     assert made[0] == made[1]
@@ -231,7 +231,7 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
         block.kernel = block.query_kernel = None
     parts = logits_of(model, run, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "is_available", lambda _: False)
+        patch.setattr(cpu_kernels, "is_available", lambda _: False)
         wanted = logits_of(exact, run, patch)
     assert len(fused) == len(parts) == len(wanted) > 8
     top = max(float(logits.abs().max()) for logits in wanted)

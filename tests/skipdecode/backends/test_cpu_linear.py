@@ -13,8 +13,8 @@ from torch import nn
 
 import skipdecode
 from actors.measuring.bench import random_model
-from skipdecode.backends import cpu_kernels as cpu
-from skipdecode.backends import cpu_weights
+from skipdecode.backends import cpu_kernels, cpu_weights
+from skipdecode.backends.backend import Activation
 from skipdecode.backends.cpu_backend import check_int8
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.linear import Linear
@@ -70,9 +70,10 @@ def test_products_are_those_of_torch(
         x = torch.stack([x + 1, x], dim=1)[:, -1]
     with num_threads(threads):
         packed = cpu_weights.pack(weight)
-        made = cpu.linear(x, packed, outputs, bias, activation="relu" if then == "relu" else "none", residual=residual)
+        activation: Activation = "relu" if then == "relu" else "none"
+        made = cpu_kernels.linear(x, packed, outputs, bias, activation=activation, residual=residual)
         alone = [
-            cpu.linear(row[None], packed, outputs, bias, activation="relu" if then == "relu" else "none")
+            cpu_kernels.linear(row[None], packed, outputs, bias, activation="relu" if then == "relu" else "none")
             for row in x[:2]
         ]
     assert made.shape == (rows, outputs)
@@ -98,8 +99,8 @@ def test_the_likeliest_output_is_that_of_the_logits(
     x, weight = (torch.randint(-levels, levels, (n, 32 * steps), generator=rng).to(dtype) for n in (rows, outputs))
     packed = cpu_weights.pack_int8(weight) if quantization else cpu_weights.pack(weight)
     with num_threads(threads):
-        made = cpu.argmax_linear(x, packed, outputs)
-    assert torch.equal(made, cpu.argmax(cpu.linear(x, packed, outputs, None)))
+        made = cpu_kernels.argmax_linear(x, packed, outputs)
+    assert torch.equal(made, cpu_kernels.argmax(cpu_kernels.linear(x, packed, outputs, None)))
 
 
 def test_the_likeliest_output_of_strange_numbers(product_dtype: torch.dtype) -> None:
@@ -109,13 +110,13 @@ def test_the_likeliest_output_of_strange_numbers(product_dtype: torch.dtype) -> 
     packed = cpu_weights.pack(weight)
     x = torch.ones(3, 32, dtype=dtype)
     x[1], x[2] = torch.nan, 3e38
-    made = cpu.argmax_linear(x, packed, 70).tolist()
+    made = cpu_kernels.argmax_linear(x, packed, 70).tolist()
     assert made[:2] == [5, 0]
     assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
     with pytest.raises(AssertionError):
-        cpu.argmax_linear(x.double(), packed, 70)
+        cpu_kernels.argmax_linear(x.double(), packed, 70)
     with pytest.raises(AssertionError):
-        cpu.argmax_linear(x[:, :16], packed, 70)
+        cpu_kernels.argmax_linear(x[:, :16], packed, 70)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -132,7 +133,8 @@ def test_many_rows_go_through_in_parts(
     residual = torch.randn(rows, 40).to(dtype) if then == "residual" else None
     packed = cpu_weights.pack(weight)
     with num_threads(threads):
-        made = cpu.linear(x, packed, 40, bias, activation="relu" if then == "relu" else "none", residual=residual)
+        activation: Activation = "relu" if then == "relu" else "none"
+        made = cpu_kernels.linear(x, packed, 40, bias, activation=activation, residual=residual)
     wanted = F.linear(x.float(), weight.float(), bias.float())
     wanted = wanted.relu() if then == "relu" else wanted if residual is None else wanted + residual.float()
     # of float32: 3,072 numbers in one order, each sum rounded to 6e-8 of itself; torch adds them in several parts
@@ -140,7 +142,7 @@ def test_many_rows_go_through_in_parts(
     assert (made.float() - wanted).abs().max() <= limit * wanted.abs().max()
     for row in (0, 255, 256, 600, rows - 1):
         own = None if residual is None else residual[row : row + 1]
-        alone = cpu.linear(
+        alone = cpu_kernels.linear(
             x[row : row + 1], packed, 40, bias, activation="relu" if then == "relu" else "none", residual=own
         )
         assert torch.equal(alone[0], made[row])
@@ -152,7 +154,7 @@ def test_what_is_not_a_number_stays_so(product_dtype: torch.dtype) -> None:
     x = torch.ones(2, 32, dtype=dtype)
     x[1, 5] = torch.nan
     for activation in ("none", "relu"):
-        made = cpu.linear(x, packed, 3, None, activation=activation)
+        made = cpu_kernels.linear(x, packed, 3, None, activation=activation)
         assert made.isnan().tolist() == [[False] * 3, [True] * 3]
 
 
@@ -164,7 +166,7 @@ def test_a_wrong_operand_is_refused(product_dtype: torch.dtype) -> None:
         {"residual": torch.ones(3, dtype=dtype)}, {"activation": "relu", "residual": torch.ones(2, 3).to(dtype)},
     ):  # fmt: skip
         with pytest.raises(AssertionError):
-            cpu.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
+            cpu_kernels.linear(**({"x": x, "packed": packed, "outputs": 3, "bias": None} | keys))  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         cpu_weights.pack(torch.ones(3, 30, dtype=dtype))
 
@@ -173,8 +175,8 @@ def test_a_wrong_operand_is_refused(product_dtype: torch.dtype) -> None:
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
     code = (
-        "import torch; from skipdecode.backends import choice, cpu;"
-        "assert choice.choose().name != 'torch'; cpu.argmax(torch.ones(2, 3));"
+        "import torch; from skipdecode.backends import choice, cpu_kernels;"
+        "assert choice.choose().name != 'torch'; cpu_kernels.argmax(torch.ones(2, 3));"
         "import numpy as np; x = np.float32(1e-40); assert x * np.float32(1.0) != 0, 'flushed'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -269,7 +271,7 @@ def test_gates_of_any_size(product_dtype: torch.dtype) -> None:
     weight = torch.zeros(32, 32)
     weight[:16, 0], weight[16:, 1] = 1.0, 2.0
     x = x.to(product_dtype)
-    made = cpu.linear(x, cpu_weights.pack(weight.to(product_dtype), gated=True), 32, None, activation="swiglu")
+    made = cpu_kernels.linear(x, cpu_weights.pack(weight.to(product_dtype), gated=True), 32, None, activation="swiglu")
     wanted = 2 * F.silu(x[:-1, :1].double()).expand(-1, 16)
     relative = 2**-8 if product_dtype == torch.bfloat16 else 1e-6
     assert torch.all((made[:-1] - wanted).abs() <= relative * wanted.abs() + 1e-37 * x[:-1, :1].abs())
@@ -340,14 +342,15 @@ def test_int8_products_are_those_of_the_whole_numbers(
     if is_strided:
         x = torch.stack([x + 1, x], dim=1)[:, -1]
     packed = cpu_weights.pack_int8(weight)
-    activation: cpu.Activation = "relu" if then == "relu" else "none"
+    activation: Activation = "relu" if then == "relu" else "none"
     with num_threads(threads):
-        made = cpu.linear(x, packed, outputs, bias, activation=activation, residual=residual)
+        made = cpu_kernels.linear(x, packed, outputs, bias, activation=activation, residual=residual)
     assert made.shape == (rows, outputs)
     assert torch.all((made.double() - wanted).abs() <= limit)
     if residual is None:
         for row in range(min(rows, 2)):
-            assert torch.equal(cpu.linear(x[row : row + 1], packed, outputs, bias, activation=activation)[0], made[row])
+            alone = cpu_kernels.linear(x[row : row + 1], packed, outputs, bias, activation=activation)
+            assert torch.equal(alone[0], made[row])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -359,18 +362,18 @@ def test_many_rows_and_inputs_go_through_in_parts(int8_backend: str, rows: int, 
     numbers, scales = nearest_int8(weight)
     packed = cpu_weights.pack_int8(weight)
     with num_threads(threads):
-        made = cpu.linear(x, packed, 70, bias)
+        made = cpu_kernels.linear(x, packed, 70, bias)
     wanted = x.double() @ (numbers * scales).T + bias.double()
     assert (made.double() - wanted).abs().max() <= wanted.abs().max() / 256
     for row in (0, 15, 16, rows - 1):
-        assert torch.equal(cpu.linear(x[row : row + 1], packed, 70, bias)[0], made[row])
+        assert torch.equal(cpu_kernels.linear(x[row : row + 1], packed, 70, bias)[0], made[row])
 
 
 def test_sums_of_the_largest_numbers_fit(int8_backend: str) -> None:
     """The most inputs, every byte at its limit."""
     x, weight = torch.ones(2, 1 << 16).bfloat16(), torch.ones(3, 1 << 16).bfloat16()
     x[1] = -1
-    made = cpu.linear(x, cpu_weights.pack_int8(weight), 3, None)
+    made = cpu_kernels.linear(x, cpu_weights.pack_int8(weight), 3, None)
     assert made.tolist() == [[65536.0] * 3, [-65536.0] * 3]
     with pytest.raises(AssertionError, match="32 bits"):
         cpu_weights.pack_int8(torch.ones(1, (1 << 16) + 32))
@@ -382,7 +385,7 @@ def test_zeros_and_what_is_not_a_number(int8_backend: str) -> None:
     packed = cpu_weights.pack_int8(weight)
     x = torch.ones(5, 96).bfloat16()
     x[1], x[2], x[3, 5], x[4, 7] = 0, 1e-40, torch.nan, torch.inf
-    made = cpu.linear(x, packed, 3, None)
+    made = cpu_kernels.linear(x, packed, 3, None)
     assert made[0].tolist() == [96.0, 0.0, 96.0]
     assert made[1:3].tolist() == [[0.0] * 3] * 2
     assert made[3:].isnan().all()
@@ -392,9 +395,9 @@ def test_a_wrong_int8_operand_is_refused(int8_backend: str) -> None:
     packed = cpu_weights.pack_int8(torch.ones(3, 96))
     for wrong in (torch.ones(2, 96), torch.ones(2, 128).bfloat16(), torch.ones(2, 32).bfloat16()):
         with pytest.raises(AssertionError):
-            cpu.linear(wrong, packed, 3, None)
+            cpu_kernels.linear(wrong, packed, 3, None)
     with pytest.raises(AssertionError):
-        cpu.linear(torch.ones(2, 96).bfloat16(), packed, 33, None)
+        cpu_kernels.linear(torch.ones(2, 96).bfloat16(), packed, 33, None)
 
 
 def test_int8_weights_where_they_cannot_be() -> None:

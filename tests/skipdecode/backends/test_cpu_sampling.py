@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skipdecode.backends import cpu_kernels as cpu
+from skipdecode.backends import cpu_kernels
 from tests.support.cpu_backends import DTYPES, backend, kind, num_threads, product_dtype
 
 __all__ = ["backend", "kind", "product_dtype"]  # fixtures
@@ -75,13 +75,13 @@ def test_a_token_is_the_one_of_its_definition(
     types = (torch.float32, torch.int64, torch.float32, torch.float32)
     given_ones = [torch.tensor(own, dtype=type_)[:, None] for own, type_ in zip(columns, types, strict=True)]
     with num_threads(threads):
-        made = cpu.draw(logits, *given_ones).tolist()
+        made = cpu_kernels.draw(logits, *given_ones).tolist()
     for row, (token, one) in enumerate(zip(made, rows, strict=True)):
         wanted, is_certain = drawn(logits[row].float(), *one)
         assert 0 <= token < vocab
         if is_certain:
             assert token == wanted, (row, one)
-        alone = cpu.draw(logits[row : row + 1], *[own[row : row + 1] for own in given_ones])
+        alone = cpu_kernels.draw(logits[row : row + 1], *[own[row : row + 1] for own in given_ones])
         assert alone.tolist() == [token], "whatever its company"
 
 
@@ -94,7 +94,7 @@ def test_an_even_sweep_gives_each_token_its_share(backend: str) -> None:
     ones = torch.ones(chunk, 1)
     made = torch.cat(
         [
-            cpu.draw(logits.expand(chunk, -1).contiguous(), ones, (2**62 * ones).long(), ones, own.contiguous())
+            cpu_kernels.draw(logits.expand(chunk, -1).contiguous(), ones, (2**62 * ones).long(), ones, own.contiguous())
             for own in uniforms.split(chunk)
         ]
     )
@@ -108,9 +108,9 @@ def test_what_is_no_number_ends_no_process(backend: str, value: float, top_k: in
     logits = torch.randn(3, 1300, generator=torch.Generator().manual_seed(1))
     one = torch.ones(3, 1)
     given_ones = (one, torch.full((3, 1), top_k), 0.9 * one, 0.5 * one)
-    beside = cpu.draw(logits, *given_ones)
+    beside = cpu_kernels.draw(logits, *given_ones)
     logits[0], logits[1, ::2] = value, value
-    made = cpu.draw(logits, *given_ones)
+    made = cpu_kernels.draw(logits, *given_ones)
     assert all(0 <= token < 1300 for token in made.tolist())
     assert made[2] == beside[2]
     if value == -torch.inf:
@@ -125,14 +125,14 @@ def test_tokens_that_are_excluded_are_never_drawn(backend: str) -> None:
     logits[:, [5, 600]] = 1.0
     one = torch.ones(2, 1)
     ends = torch.tensor([[0.0], [1 - 2**-24]])
-    assert cpu.draw(logits, one, (2**62 * one).long(), one, ends).tolist() == [5, 600]
+    assert cpu_kernels.draw(logits, one, (2**62 * one).long(), one, ends).tolist() == [5, 600]
 
 
 def test_where_all_weigh_alike_the_largest_stay(backend: str) -> None:
     """At a huge temperature weights are equal, and logits are not."""
     logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(1)).expand(64, -1).contiguous()
     one, numbers = torch.ones(64, 1), torch.arange(64)[:, None] / 64
-    made = cpu.draw(logits, 1e9 * one, (5 * one).long(), one, numbers.float().contiguous())
+    made = cpu_kernels.draw(logits, 1e9 * one, (5 * one).long(), one, numbers.float().contiguous())
     assert set(made.tolist()) == set(logits[0].topk(5).indices.tolist())
 
 
@@ -144,16 +144,16 @@ def test_argmax_is_the_lowest_of_the_largest(
     rng = torch.Generator().manual_seed(seed)
     x = (torch.randint(-levels, levels + 1, (rows, size), generator=rng) / 8 - levels / 16).to(dtype)  # many ties
     wanted = np.argmax(x.float().numpy(), axis=1)  # numpy promises the first
-    assert cpu.argmax(x).tolist() == wanted.tolist()
+    assert cpu_kernels.argmax(x).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_argmax_of_strange_numbers(backend: str, dtype: torch.dtype) -> None:
     infinity = float("inf")
     rows = [[-0.0, 0.0, -1.0], [-infinity, -3.0, -2.0], [1.0, infinity, 2.0], [-3.0, -2.0, -4.0]]
-    assert cpu.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
+    assert cpu_kernels.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
 
 
 def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token(backend: str) -> None:
     for value in ("nan", "-inf"):
-        assert cpu.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
+        assert cpu_kernels.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
