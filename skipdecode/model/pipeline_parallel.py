@@ -1,11 +1,11 @@
-"""On which devices and in which type a model computes.
+"""The devices and the dtype that a model computes with, and pipeline parallelism over several devices.
 
-Where nobody says it, on a GPU if there is one. A model that does not fit one device has its layers on several. They are
-dealt like cards, a few at a time, and not cut in the middle: schedules skip low and middle layers, so the device with
-the upper half would have nearly all the work. Dealt out, each device holds its share of every plan.
+A model that does not fit on one device has its layers on several. They are assigned in small blocks, round robin,
+rather than in contiguous halves: schedules skip low and middle layers, so the device with the upper half would do
+nearly all the work. With round robin each device holds its share of every plan.
 
-Rows go through in as many parts as there are devices: while one part is on a device, the next is on the one before. The
-order in which the host launches is enough for that, as it waits for nothing (`in_phases`).
+A batch is cut into as many parts as there are devices: while one part is on a device, the next is on the device before.
+The order in which the host launches work achieves that, since it never waits (`in_phases`).
 """
 
 import re
@@ -20,7 +20,7 @@ import torch
 
 from skipdecode.backends.device import backend_on
 
-BLOCK = 2  # layers dealt at a time: to go to the next device costs little beside the weights of two large layers
+BLOCK = 2  # layers assigned at a time: moving states costs little compared with the weights of two large layers
 
 T = TypeVar("T")
 Groups = tuple[tuple[int, ...], ...]
@@ -39,8 +39,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def devices_of(device: torch.device, count: int) -> tuple[torch.device, ...]:
-    """Those that one worker decodes on: the first `count` GPUs that it sees; of a CPU as many times itself. ValueError
-    where there are fewer."""
+    """The devices that one worker decodes on: the first `count` visible GPUs, or the CPU `count` times. Raises
+    ValueError if there are fewer GPUs."""
     if device.type != "cuda" or count == 1:
         return (device,) * count
     if (found := torch.cuda.device_count()) < count:
@@ -49,7 +49,7 @@ def devices_of(device: torch.device, count: int) -> tuple[torch.device, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As configurations write it: `bfloat16`."""
+    """The dtype as configurations write it, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -63,30 +63,30 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which of `devices` each layer is on. Embedding, head, tokens and sampling are on the first."""
+    """The assignment of layers to `devices`. Embedding, LM head, tokens and sampling are on the first."""
 
     devices: tuple[torch.device, ...]
     of_layer: tuple[int, ...]
-    """[L] numbers of devices."""
+    """[L] indices into `devices`."""
 
     @property
     def num_parts(self) -> int:
-        """In which the rows of a batch go through."""
+        """The number of parts that a batch is cut into."""
         return len(self.devices)
 
     def of_weight(self, name: str) -> torch.device:
-        """Where a parameter of `Decoder` belongs."""
+        """The device of a parameter of `Decoder`."""
         kind, _, rest = name.partition(".")
         return self.devices[self.of_layer[int(rest.partition(".")[0])] if kind == "blocks" else 0]
 
     @property
     def of_layers(self) -> list[torch.device]:
-        """[L]"""
+        """[L] the device of each layer."""
         return [self.devices[number] for number in self.of_layer]
 
 
 def deal(num_layers: int, devices: Sequence[torch.device]) -> Placement:
-    """Layers in turns, BLOCK at a time; ValueError where there are fewer layers than devices."""
+    """Assigns layers round robin, BLOCK at a time. Raises ValueError if there are fewer layers than devices."""
     if num_layers < len(devices):
         raise ValueError(f"{num_layers} layers cannot be on {len(devices)} devices; lower actors.num_gpus")
     block = min(BLOCK, num_layers // len(devices))
@@ -95,7 +95,7 @@ def deal(num_layers: int, devices: Sequence[torch.device]) -> Placement:
 
 @lru_cache(maxsize=4096)
 def cut(groups: Groups, of_layer: tuple[int, ...]) -> Groups:
-    """`LayerRanges.groups` of which none is on two devices."""
+    """`LayerRanges.groups`, split so that no group is on two devices."""
     found: list[list[int]] = []
     for group in groups:
         for at, layer in enumerate(group):
@@ -107,17 +107,17 @@ def cut(groups: Groups, of_layer: tuple[int, ...]) -> Groups:
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels of ours are launched on the current device, wherever their arguments are."""
+    """Makes `device` the current one, since our kernels are launched there wherever their arguments are."""
     is_there = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.device(device) if is_there else nullcontext()
 
 
 def in_phases(runs: Sequence[Generator[None, None, T]]) -> list[T]:
-    """What each of `runs` gives back: they work at the same time, each a phase behind the one before it.
+    """Runs generators concurrently, each one phase behind the previous one; returns their results.
 
-    A run pauses twice in a phase: behind the copy of its states to the next device, and behind its work there. In each
-    phase all copies are launched, and then all work: torch puts a copy on the streams of both devices, behind what they
-    have to do. Behind the work of the same phase, it would keep one device waiting for the other.
+    A run yields twice per phase: after the copy of its states to the next device, and after its work there. Each phase
+    launches all copies, then all work: torch orders a copy after the pending work of both devices, so a copy launched
+    after the work of the same phase would make one device wait for the other.
     """
     made: dict[int, T] = {}
     waiting, active = deque(enumerate(runs)), list[tuple[int, Generator[None, None, T]]]()
@@ -135,5 +135,5 @@ def in_phases(runs: Sequence[Generator[None, None, T]]) -> list[T]:
 
 
 def finish(run: Generator[None, None, T]) -> T:
-    """What `run` gives back, without a pause."""
+    """Runs one generator to its end; returns its result."""
     return in_phases([run])[0]

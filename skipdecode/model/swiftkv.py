@@ -1,10 +1,10 @@
 """SwiftKV (arXiv 2410.03960): the K/V of the upper layers come from one lower layer's state.
 
-`norm(h_l)`, where h_l enters layer l, gives the keys and values of every layer from l on in one projection, so prompt
-tokens stop there; AcrossKV lets g neighbouring layers share theirs. Queries of these layers are projections of their
-own. The weights are distilled from the model itself; here they are only held and applied.
+`norm(h_l)`, where h_l enters layer l, is projected to the keys and values of every layer from l on, so that prompt
+tokens stop there; with AcrossKV, g neighbouring layers share K/V. These layers have query projections of their own. The
+weights are distilled from the model itself (`skipdecode.training`); this module holds and applies them.
 
-B rows, T columns, D width, G heads of keys and values, K head dim.
+B rows, T tokens, D width, G key/value heads, K head dim.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ from skipdecode.model.linear import Linear
 
 
 class SwiftKV(nn.Module):
-    """What a SwiftKV checkpoint has beside the model: `norm`, a query projection per upper layer, fused K/V."""
+    """The weights that SwiftKV adds to a model: `norm`, a query projection per upper layer, and a fused K/V
+    projection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class SwiftKV(nn.Module):
 
     @torch.no_grad()
     def copy_teacher(self, blocks: Sequence[Layer]) -> None:
-        """Where distillation starts: queries and norm as they are, K and V the mean over each group (paper, 3.2)."""
+        """Initialises distillation: queries and norm as in the model, K and V the mean over each group (paper, 3.2)."""
         self.norm.load_state_dict(blocks[self.first].attn_norm.state_dict())
         shared = blocks[self.first :]
         for query, block in zip(self.q, shared, strict=True):
@@ -52,8 +53,10 @@ class SwiftKV(nn.Module):
             own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
 
     def pack(self, quantization: Quantization | None, layers: Sequence[Layer], rotary_table: Tensor | None) -> None:
-        """As `Linear.pack`, for K/V by group, since a step needs those of the layers it runs only; `layers` and
-        `rotary_table` of the model."""
+        """Packs as `Linear.pack` does, K/V by group, since a step needs only those of the layers that it runs.
+
+        `layers` and `rotary_table` are the model's.
+        """
         backend = backend_on(self.kv.weight.device)
         packed = [backend.pack(part, quantization) for part in self.kv.weight.chunk(self._num_groups)]
         if None in packed:
@@ -68,7 +71,7 @@ class SwiftKV(nn.Module):
         )
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
-        """Calls that are a stage of a decode step: owner, name, stage (`actors.measuring.profile`)."""
+        """(object, method, stage of a decode step) for `actors.measuring.profile`."""
         return [(self, "write", "swiftkv"), *((query, "forward", "query, key, value") for query in self.q)]
 
     def query(self, layer: int) -> Linear:
@@ -79,11 +82,12 @@ class SwiftKV(nn.Module):
         return (layer - self.first) // self.group_size
 
     def leader(self, group: int) -> int:
-        """The layer whose cache a group shares."""
+        """The layer that stores a group's K/V."""
         return self.first + group * self.group_size
 
     def project(self, h: Tensor, start: int = 0, end: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """h [B, T, D] entering layer l -> K (not yet as layers keep them) and V [B, G, T, K] of groups start..end-1."""
+        """h [B, T, D] entering layer l -> K, before norm and rotary embedding, and V [B, G, T, K] of groups
+        start..end-1."""
         width = 2 * self.config.kv_dim
         rows = slice(start * width, None if end is None else end * width)
         bias = None if self.kv.bias is None else self.kv.bias[rows]
@@ -99,13 +103,13 @@ class SwiftKV(nn.Module):
         return [(k, v) for k, v in pairs]
 
     def write(self, h: Tensor, kv: KVView, attn: Sequence[bool], layers: Sequence[Layer]) -> None:
-        """Stores K and V of every group of which `attn` [L] runs a layer, from h [B, T, D] (as `kv` has it)."""
+        """Stores K and V of every group with a layer that runs (`attn` [L]), from h [B, T, D] (or as `kv` has it)."""
         needed = sorted({self.group(layer) for layer in range(self.first, len(attn)) if attn[layer]})
         if self._store_kernel is not None and kv.stores_by_kernel:
             return kv.store_by_kernel(self._store_kernel, h, {group: self.leader(group) for group in needed})
         starts = [group for group in needed if group - 1 not in needed]
         ends = [group + 1 for group in needed if group + 1 not in needed]
-        for start, end in zip(starts, ends, strict=True):  # rows of the weight that lie together: one product
+        for start, end in zip(starts, ends, strict=True):  # adjacent groups are one product
             for group, (k, v) in enumerate(self.project(h, start, end), start):
                 leader = self.leader(group)
                 kv.store(leader, layers[leader].keys(k, kv), v)
@@ -113,8 +117,8 @@ class SwiftKV(nn.Module):
 
 
 def hf_parts(module: str, config: DecoderConfig) -> list[tuple[str, int]]:
-    """Hugging Face names of our `module`, and rows of each (0: all), as the released checkpoints have them: a
-    `_swiftkv` behind the name of what it stands in for."""
+    """(Hugging Face name, rows) of the parts of our `module`; 0 rows for all. As in released checkpoints, a module has
+    the name of what it replaces with the suffix `_swiftkv`."""
     assert config.swiftkv is not None
     first, size = config.swiftkv.kv_layers, config.swiftkv.group_size
     if module == "norm":

@@ -1,13 +1,12 @@
-"""The teacher-forced pass under a schedule, exact and cheap: the prefix trick.
+"""The teacher-forced pass under a schedule, which is exact and cheap.
 
-The columns that run a layer are always the first n_l of the sequence (budgets never grow), so layer `l` runs on
-`h[:, :n_l]` with plain causal attention and leaves the rest alone. The result equals decoding with the cache. Prompts
-are left-padded to a common length and responses right-padded, so rows of any lengths share the columns.
+The tokens that run a layer are always the first n_l of the sequence, since budgets never grow. So layer `l` runs on
+`h[:, :n_l]` with plain causal attention and leaves the rest alone, and the result equals decoding with a cache. Prompts
+are left-padded to a common length and responses right-padded, so that rows of any lengths share columns.
 
-For training (`skipdecode.training.loss`), scoring and calibration; it goes through the same layer loop as decoding.
+Training (`skipdecode.training.loss`), scoring and calibration use it. It goes through the same layer loop as decoding.
 
-B rows, P prompt columns, T response tokens, D width, V vocabulary, H heads of queries, G of keys and values, K head
-dim.
+B rows, P prompt columns, T response tokens, D width, V vocabulary, H query heads, G key/value heads, K head dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ class TeacherBatch:
     tokens: Tensor
     """[B, P + T - 1] int64: left-padded prompts, then all response tokens but the last."""
     targets: Tensor
-    """[B, T] int64: the response tokens, `ignore_index` -100 behind the end."""
+    """[B, T] int64: the response tokens, followed by `ignore_index` -100."""
     num_pad: Tensor
     """[B] int64: columns of left padding."""
     prompt_columns: int
@@ -43,7 +42,7 @@ class TeacherBatch:
 def teacher_batch(
     pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: int, device: torch.device | str = "cpu"
 ) -> TeacherBatch:
-    """From (prompt tokens, response tokens with EOS); both must be non-empty."""
+    """The batch of pairs (prompt tokens, response tokens with EOS), neither of which may be empty."""
     P = max(len(prompt) for prompt, _ in pairs)
     T = max(len(response) for _, response in pairs)
     tokens = torch.full((len(pairs), P + T - 1), pad_token_id)
@@ -70,7 +69,7 @@ def teacher_forced_logits(
 def teacher_forced_states(
     model: Decoder, batch: TeacherBatch, schedule: Schedule, *, recompute: bool = False, ffns: FFNExecutor | None = None
 ) -> Tensor:
-    """[B, T, D]: what enters the head for each response token."""
+    """[B, T, D]: the states before the LM head for each response token."""
     B, columns = batch.tokens.shape
     P, device = batch.prompt_columns, batch.tokens.device
     plans = [schedule.step(k) for k in range(columns - P)]
@@ -105,20 +104,20 @@ def token_ranges(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: 
 
 @dataclass
 class ForcedView:
-    """The whole sequence at once: K and V are those of this pass, and kept for nobody (`skipdecode.kv.view.KVView`)."""
+    """A `KVView` of whole sequences: K and V are those of this pass, and are not stored."""
 
     positions: Tensor
     """[B, n] int64"""
     mask: Tensor | None
     """[B, 1, n, n] bool; None: causal, no padding."""
     table: Tensor | None
-    """Of `rope.rotary_table`."""
+    """The table of `rope.rotary_table`."""
     sharing_map: Sequence[int]
-    """[L] whose K and V a layer attends to, where it has none of its own."""
+    """[L] the layer whose K/V each layer attends to, if it has none of its own."""
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By owner, of all columns: [B, G, S, K] each (SwiftKV)."""
+    """SwiftKV: K and V [B, G, S, K] of all columns, by the layer that stores them."""
     moved: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    """`positions` and `mask` where `on` has brought them: layers in turns ask for each device many times."""
+    """`positions` and `mask` by device: layers that alternate between devices ask for each many times."""
 
     has_kernels = stores_by_kernel = False
 
@@ -157,4 +156,4 @@ class ForcedView:
         return ForcedView(*self.moved[device], table, self.sharing_map, self.shared, self.moved)
 
     def last(self, h: Tensor) -> tuple[Tensor, "ForcedView"]:
-        raise AssertionError("every column's state is wanted")
+        raise AssertionError("all tokens' states are wanted")

@@ -1,6 +1,6 @@
-"""What a checkpoint says of the schedules that it was tuned for. No torch.
+"""The schedules that a checkpoint was tuned for, as its training recorded them. No torch.
 
-How good text is, tuned or not, is for `jobs.evaluate`: here is only read what training wrote down.
+This says nothing about quality, which `jobs.evaluate` measures.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import LayerPlan
 
 SCHEDULE_FILE, TRAINED_FILE = "skip_decode.json", "trained_schedules.json"
-"""Beside the weights of an adapter: the schedule that generation takes by default, and all of its last training."""
+"""Files of an adapter: the schedule that generation uses by default, and all schedules of its last training."""
 
 
 def read_schedules(folder: Path, key: str) -> tuple[dict[str, Any] | None, list[dict[str, Any]] | None]:
-    """What SCHEDULE_FILE and TRAINED_FILE of an adapter say, None without one. ValueError blames `key`."""
+    """The contents of SCHEDULE_FILE and TRAINED_FILE of an adapter, None for a missing file. ValueError names `key`."""
     try:
         schedule, trained = (
             read_json(path) if (path := folder / name).is_file() else None for name in (SCHEDULE_FILE, TRAINED_FILE)
@@ -30,11 +30,12 @@ def read_schedules(folder: Path, key: str) -> tuple[dict[str, Any] | None, list[
 
 
 def why_untuned(config: DecoderConfig, method: str, asked: LayerPlan) -> str | None:
-    """What is said of a checkpoint that skips untuned, behind its name; None: it was tuned for that, or skips nothing.
+    """Why a checkpoint was not tuned for a schedule, as the rest of a sentence that begins with its name; None if it
+    was, or if nothing is skipped.
 
-    `asked`: the layers of the last token of a schedule of that `method`. They must hold those of the last token in
-    training (for `unified`, be as many); where no list says what was trained, the method decides. An entry of the list
-    that this model cannot run says nothing.
+    `asked`: the plan of the last token under a schedule of that `method`. It must include the layers that the last
+    token ran in training (for `unified`, at least as many). Without a list of trained schedules, only the method
+    counts. Entries that this model cannot run are ignored.
     """
     known, is_listed = config.trained_schedules, config.trained_schedules is not None
     if known is None and config.skip_decode is not None:
@@ -51,7 +52,7 @@ def why_untuned(config: DecoderConfig, method: str, asked: LayerPlan) -> str | N
     if not is_listed:
         return None
     trained = [plan for one in known if _method(one) == method and (plan := _last_plan(one, config)) is not None]
-    if any(_holds(asked, plan, method) for plan in trained):
+    if any(_includes(asked, plan, method) for plan in trained):
         return None
     fewest = min((plan.num_layers_run for plan in trained), default=config.num_hidden_layers)
     what = f"with {fewest} layers or more" if asked.num_layers_run < fewest else "with other layers"
@@ -59,20 +60,20 @@ def why_untuned(config: DecoderConfig, method: str, asked: LayerPlan) -> str | N
     return f"was tuned for decode.method={method} {what}, and this schedule comes down to {down}"
 
 
-def _holds(asked: LayerPlan, trained: LayerPlan, method: str) -> bool:
-    """Whether no layer is missing; evenly spaced ones never hold each other, and are counted."""
+def _includes(asked: LayerPlan, trained: LayerPlan, method: str) -> bool:
+    """True if `asked` includes the layers of `trained`; evenly spaced sets never include each other and are counted."""
     if method == "unified":
         return asked.num_layers_run >= trained.num_layers_run
     return set(asked.layers) >= set(trained.layers)
 
 
 def _last_plan(decode: Mapping[str, Any], config: DecoderConfig) -> LayerPlan | None:
-    """Of the last token at the horizon; None where this model cannot run the schedule."""
+    """The plan of the last token at the horizon; None if this model cannot run the schedule."""
     plain = {key: value for key, value in decode.items() if key != "prefill"}
     try:
         schedule = make_schedule(plain, num_layers=config.num_hidden_layers, max_new_tokens=2)
         return schedule.step(plain.get("horizon") or 1)
-    except (ValueError, TypeError):  # of any file
+    except (ValueError, TypeError):  # the file may hold anything
         return None
 
 
