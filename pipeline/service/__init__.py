@@ -1,1 +1,1 @@
-"""The online endpoint: Ray Serve with the OpenAI completions API on the same decoder."""
+"""The HTTP server: OpenAI's completions and chat API on Ray Serve, around the same decoder as offline jobs."""

@@ -1,7 +1,7 @@
-"""The Ray Serve application: `import_path: pipeline.service.app:build_app`, its `args` a `ServeConfig`.
+"""The Ray Serve application, `import_path: pipeline.service.app:build_app`; its `args` are a `ServeConfig`.
 
-One deployment: FastAPI ingress, and in the same process the engine thread that owns the model. Requests of one replica
-share its batches.
+There is one deployment. Each replica is a process with a FastAPI ingress and an engine thread that owns the model, so
+the requests of a replica share its batches.
 """
 
 import logging
@@ -33,7 +33,7 @@ from skipdecode.schedules.from_config import make_schedule
 
 @serve.deployment(
     name=DEPLOYMENT,
-    max_ongoing_requests=4096,  # the engine's own queue says when it is full, and when there will be room
+    max_ongoing_requests=4096,  # the limit is the engine's own queue, which answers 429 with Retry-After
     health_check_period_s=2,
     health_check_timeout_s=30,
     graceful_shutdown_timeout_s=DRAIN_S,
@@ -53,29 +53,29 @@ class Completions:
         return create_app(self.endpoint, self.metrics.answered, partial(scrape, serve.get_replica_context().app_name))
 
     def check_health(self) -> None:
-        """Called by Ray every two seconds; a replica whose engine is dead is replaced."""
+        """Called by Ray every two seconds; raises if the engine is dead, and Ray replaces the replica."""
         self.metrics.update()
         self.endpoint.check()
 
     def drain(self) -> int:
-        """From now on new requests get 503; how many earlier ones are being answered still."""
+        """Refuses new requests with 503 from now on; returns how many earlier ones are still being answered."""
         self.endpoint.is_draining = True
         return self.endpoint.num_responses
 
 
 def build_app(args: dict[str, Json]) -> serve.Application:
-    """What `serve deploy`, `serve run` and `jobs.serve` call; ConfigError names the key at fault."""
+    """Builds the application for `serve deploy` and `serve run`; ConfigError names the key at fault."""
     return Completions.bind(make_spec(build_config(ServeConfig, args)))  # type: ignore[attr-defined]
 
 
 def replica_threads(num_cores: int, num_cpus: float) -> int:
-    """torch threads on a node of `num_cores`, of which the replica reserves `num_cpus`; Ray's usual 1 says nothing."""
+    """torch threads of a replica that reserves `num_cpus` of a node's `num_cores`; Ray's default of 1 means all."""
     own = min(int(num_cpus), num_cores) if num_cpus > 1 else num_cores
     return max(1, own - 1)
 
 
 def why_other_bits(dtype: str) -> str | None:
-    """Why replicas on CPUs would leave products of that type to torch, as far as that is known without a node."""
+    """Why CPU replicas would multiply in torch with that type, as far as this machine can tell; None otherwise."""
     if dtype == "float16":
         return "kernels for CPUs have no float16"
     if not os.environ.get(VARIABLE):
@@ -86,18 +86,18 @@ def why_other_bits(dtype: str) -> str | None:
 
 
 def make_spec(config: ServeConfig) -> EndpointSpec:
-    """Checks the checkpoint, the schedule and the keys, here and not in a replica that would be started for ever."""
+    """The checked settings of a replica. Errors are raised here, since Ray restarts a failing replica for ever."""
     sampling = SamplingConfig(max_new_tokens=config.sampling.max_new_tokens)
     job = JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling)
     model = check_model(job, logging.getLogger("ray.serve").warning)
     device, dtype = "auto", config.model.dtype
-    if config.model.quantization is not None:  # a replica must not try what it has no kernel for, again and again
+    if config.model.quantization is not None:  # without a kernel for it, replicas would fail to start
         device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
         check_quantization(config.model.quantization, model.config, dtype, device, no_int8=None)
-    if config.sampling.deterministic and model.decode.get("lossless"):  # nor draft where nothing keeps the bits
+    if config.sampling.deterministic and model.decode.get("lossless"):  # drafts are exact on CPUs only
         device = "cpu"
         logging.getLogger("ray.serve").warning(
-            "decode.lossless under sampling.deterministic: replicas decode on CPUs, and GPUs that they reserve idle"
+            "decode.lossless with sampling.deterministic: replicas decode on CPUs; GPUs that they reserve stay idle"
         )
         check_exact_drafts(model.decode, True, model.config, device, why_other_bits(dtype))
     if config.engine.scheduler == "continuous":
@@ -121,7 +121,7 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         dtype=dtype,
         device=device,
         quantization=config.model.quantization,
-        num_threads=config.engine.num_threads,  # null: the replica knows its node
+        num_threads=config.engine.num_threads,  # null: decided in the replica, which knows its node
         batch_size=config.engine.batch_size,
         length_buckets=config.engine.length_buckets,
         deterministic=config.sampling.deterministic,

@@ -1,4 +1,4 @@
-"""What an endpoint can be told: `args` of the application in a Serve configuration file."""
+"""The configuration of the server: `args` of the application in a Ray Serve configuration file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class DefaultSampling(Section):
-    """What a request gets that does not say; as OpenAI has them."""
+    """Defaults for what a request does not set; those of OpenAI."""
 
     max_new_tokens: Positive = 16
-    """Tokens of an answer at most (`max_tokens` of a request)."""
+    """Maximum number of tokens of an answer (`max_tokens` of a request)."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Draw from the smallest set of tokens with this much probability; 1: from all."""
+    """Sample from the smallest set of tokens with this much probability; 1: all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: no limit."""
     deterministic: bool = False
@@ -32,20 +32,20 @@ class DefaultSampling(Section):
 
 class EngineSection(Section):
     scheduler: Literal["cohort", "continuous"] = "cohort"
-    """cohort: requests that wait together share positions. continuous: they join and leave one batch at any step."""
+    """cohort: requests that wait together form a batch. continuous: requests join and leave a batch at any step."""
     batch_size: Positive = 32
     """Rows of a cohort, or of a continuous batch."""
     memory_share: Annotated[float, Field(gt=0.0, le=0.95)] = MEMORY_SHARE
-    """Of a GPU's memory, what a replica takes for weights and caches. Hosts give half of what is free."""
+    """Share of a GPU's memory for weights and caches. On CPUs half of the free memory is used."""
     max_cohorts: Positive = 8
-    """Cohorts that take turns; under `continuous`, batches (one per schedule)."""
+    """Maximum number of cohorts that are decoded in turns; with `continuous`, of batches (one per schedule)."""
     max_prefill_tokens: Positive = 4096
-    """Prompt tokens that newcomers may bring in one turn."""
+    """Maximum number of prompt tokens of new requests in one step."""
     length_buckets: Annotated[tuple[Positive, ...], Field(min_length=1)] = (32, 64, 128, 256, 512, 1024, 2048)
-    """Prompt lengths, in tokens; rows of one cohort are of one bucket."""
+    """Prompt lengths in tokens; the rows of a cohort come from one bucket."""
     num_threads: Positive | None = None
-    """torch threads of a replica; null: what it reserves (`ray_actor_options.num_cpus`), or the cores of its node where
-    it reserves one CPU or less; but one, which HTTP needs."""
+    """torch threads of a replica; null: one less than it reserves (`ray_actor_options.num_cpus`), or than its node has
+    cores if it reserves one CPU or less. The one left is for HTTP."""
 
     @field_validator("length_buckets")
     @classmethod
@@ -57,30 +57,30 @@ class EngineSection(Section):
 
 class LimitsSection(Section):
     max_waiting: Positive = 256
-    """Requests that may wait to start; beyond, 429."""
+    """Maximum number of waiting requests; more get 429."""
     max_prompts: Positive = 128
-    """Prompts of one request."""
+    """Maximum number of prompts in one request."""
     max_client_prompts: Positive | None = None
-    """Prompts of one client (an API key; without keys, an address) that wait or are answered at a time; beyond, 429.
-    null: as many as there is room for."""
+    """Maximum number of prompts in progress for one client (an API key, or an address without keys); more get 429.
+    null: no limit."""
     max_body_bytes: Positive = 4 << 20
-    """Of one request; beyond, 413."""
+    """Maximum size of a request body; larger ones get 413."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
-    """From the arrival of the headers to the last token; then 408."""
+    """Time limit from the arrival of the headers to the last token; then 408."""
     stream_events_per_s: Annotated[float, Field(gt=0)] = 150
-    """Events of all streams of a replica together; with more streams, each event carries more tokens. The first token
-    of a stream never waits."""
+    """Maximum rate of events of all streams of a replica together; with more streams, each event carries more tokens.
+    The first token of a stream is sent at once."""
     stall_s: Annotated[float, Field(gt=0)] = 60
-    """A step that takes longer counts as a dead engine; more where prompts of `engine.max_prefill_tokens` need it."""
+    """An engine whose step takes longer counts as dead; raised if prompts of `engine.max_prefill_tokens` need more."""
 
 
 class AuthSection(Section):
     api_keys_env: Annotated[str, Field(min_length=1)] = "SKIPDECODE_API_KEYS"
-    """Environment variable with the keys that are let in, separated by commas; read where the application is built."""
+    """Environment variable with the API keys, separated by commas; read where the application is built."""
     api_keys_file: str | None = None
-    """Or a file with one key per line."""
+    """File with more keys, one per line."""
     open_on_loopback: bool = True
-    """Without keys: whether programs on this machine are answered. false: no keys, no start."""
+    """Whether to answer programs on this machine if there are no keys. false: the server does not start without."""
 
 
 class ServeConfig(Section):
@@ -115,13 +115,13 @@ class ServeFile:
 
     @property
     def drain_s(self) -> float:
-        """How long requests that are being answered have when the endpoint ends."""
+        """Seconds that requests in progress have to end when the server stops."""
         asked = self.deployment.get("graceful_shutdown_timeout_s")
         return float(asked) if isinstance(asked, int | float) else DRAIN_S
 
 
 class HttpOptions(Section):
-    """Those of Ray Serve, of which `jobs.serve` knows two."""
+    """Ray Serve's own options; `skipdecode serve` uses two of them."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -146,7 +146,7 @@ class ServeApplication(Section):
 
 
 class ServeTree(Section):
-    """As much of Ray's own schema as `jobs.serve` applies; `serve deploy` knows the rest."""
+    """The part of Ray's schema that `skipdecode serve` applies; `serve deploy` applies all of it."""
 
     proxy_location: str | None = None
     """Where Ray Serve's proxies run."""
@@ -164,7 +164,7 @@ def load_serve_file(tree: dict[str, JsonValue], overrides: Sequence[tuple[str, J
         args = first.get("args") or {}
         if isinstance(args, dict):
             apply_overrides(args, overrides)
-            # checked by itself first, so that an error names `engine.batch_size`, not `applications.0.args.engine...`
+            # checked separately first, so that an error names `engine.batch_size` without `applications.0.args.`
             build_config(ServeConfig, args)
         tree = tree | {"applications": [first | {"args": args}, *applications[1:]]}
     checked = build_config(ServeTree, tree)
@@ -183,14 +183,16 @@ def load_serve_file(tree: dict[str, JsonValue], overrides: Sequence[tuple[str, J
 
 
 def _refuse_not_applied(tree: ServeTree) -> None:
-    """ConfigError for what the file says and `jobs.serve` would leave out without a word."""
+    """ConfigError for settings in the file that `skipdecode serve` would ignore."""
     application = tree.applications[0]
     for key, value in (
         ("logging_config", tree.logging_config),
         ("applications.0.runtime_env", application.runtime_env),
     ):
         if value:
-            raise ConfigError(key, "`serve deploy` and `serve run` apply it, jobs.serve does not; remove it")
+            raise ConfigError(
+                key, "only `serve deploy` and `serve run` apply it, `skipdecode serve` does not; remove it"
+            )
     if len(application.deployments) > 1:
         raise ConfigError("applications.0.deployments.1", f"there is one deployment, {DEPLOYMENT}")
     for deployment in application.deployments:

@@ -1,7 +1,7 @@
-"""A replica without its HTTP: engine requests in, progress back to whoever waits, limits, and health.
+"""A replica without its HTTP: takes engine requests, hands back their progress, and knows limits and health.
 
-One engine thread decodes; all else runs in the event loop. Each HTTP request has an `Answering` that collects the
-progress of its prompts, and takes its rows out of the engine when it is left, however that happens. No Ray.
+One engine thread decodes; everything else runs in the event loop. Each HTTP request has an `Answering` that collects
+the progress of its prompts; leaving it, for whatever reason, removes its rows from the engine. No Ray.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ from pipeline.service.errors import ApiError
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 
-TRIED_TOKENS = 256  # of a prompt, to know the pace
-STALL_MARGIN = 6  # a step may score its prompts too, beside other work
-SWITCH_S = 0.0005  # the engine's thread asks for the interpreter after every operator; 5 ms each is a slow step
+TRIED_TOKENS = 256  # length of the prompt that is timed
+STALL_MARGIN = 6  # a step may also score its prompts, next to other work
+SWITCH_S = 0.0005  # the engine thread reacquires the GIL after every operator; at the default 5 ms, steps are slow
 
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """What a replica is told: a checked configuration, and what was settled where the application was built."""
+    """The settings of a replica: a checked configuration, and what was resolved where the application was built."""
 
     config: ServeConfig
     generator: GeneratorConfig
     key_digests: tuple[bytes, ...]
-    """SHA-256 of the keys that are let in; none: loopback only."""
+    """SHA-256 of the API keys; without any, only loopback is answered."""
 
 
 def settle_stall_s(generator: Generator, config: ServeConfig) -> float:
-    """`limits.stall_s`, or what the longest legitimate step takes here, if that is more: by the pace of a prompt.
+    """`limits.stall_s`, or the time of the longest legitimate step if that is more, estimated by timing a prompt.
 
-    Else a model that takes long over `engine.max_prefill_tokens` would be restarted by the same request for ever.
+    Otherwise a slow model would be restarted for ever by a request with `engine.max_prefill_tokens`.
     """
     positions = generator.model.config.max_position_embeddings
     count = min(TRIED_TOKENS, positions - 1)
@@ -78,7 +78,7 @@ class Answering:
             self._all_ended.set()
 
     async def pause(self, seconds: float) -> None:
-        """Lets more progress gather; not beyond the end."""
+        """Waits for more progress to gather, but not beyond the end."""
         if not self._all_ended.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -88,7 +88,7 @@ class Answering:
         return self
 
     async def __anext__(self) -> tuple[int, Progress]:
-        """ApiError when a prompt could not be decoded, or nothing can be any more."""
+        """ApiError if a prompt could not be decoded, or the engine has ended."""
         if self._num_open == 0:
             raise StopAsyncIteration
         progress = await self._arrived.get()
@@ -101,19 +101,19 @@ class Answering:
 
     @property
     def has_more(self) -> bool:
-        """Whether the next progress is there already."""
+        """Whether more progress has arrived."""
         return not self._arrived.empty()
 
 
 class Endpoint:
     def __init__(self, spec: EndpointSpec, *, generator: Generator | None = None) -> None:
-        """Loads the model, unless `generator` has it."""
+        """Loads the model unless `generator` is given."""
         sys.setswitchinterval(SWITCH_S)
         config = spec.config
         self.spec, self.config = spec, config
         stall_s = config.limits.stall_s
         if generator is None:
-            # in a thread that ends: OpenMP's pool of this one would stay, and slow down that of the engine's thread
+            # in a thread that ends: this thread's OpenMP pool would stay and slow down that of the engine thread
             with ThreadPoolExecutor(1, "load") as loader:
                 generator = loader.submit(Generator, spec.generator).result()
                 stall_s = loader.submit(settle_stall_s, generator, config).result()
@@ -130,22 +130,22 @@ class Endpoint:
         self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=stall_s)
         self.is_draining = False
         self.num_answering = 0
-        """Completions that have been queued and are being answered."""
+        """Requests that have been queued and are being answered."""
         self.num_responses = 0
-        """HTTP requests that arrived before the drain and whose last byte has not been handed on."""
+        """HTTP requests that arrived before the drain and whose last byte has not been sent."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Ticket, Answering] = {}
         self._by_client: Counter[str] = Counter()
 
     def check(self) -> None:
-        """`EngineDead` when the replica is of no use any more."""
+        """Raises EngineDead if the replica cannot answer any more."""
         self.thread.check()
 
     def close(self) -> None:
         self.thread.stop()
 
     def refuse(self) -> None:
-        """ApiError where a request would not be taken, whatever it says; costs nothing, so that an overload is none."""
+        """ApiError if no request is accepted now. Called before a body is read, so that an overload costs nothing."""
         if self.is_draining:
             raise ApiError.unavailable("the server is shutting down", "draining")
         try:
@@ -158,10 +158,10 @@ class Endpoint:
 
     @asynccontextmanager
     async def answering(self, requests: Sequence[Request], client: str = "") -> AsyncIterator[Answering]:
-        """Queues the requests; on leaving, whatever of them still runs is cancelled. ApiError when there is no room, or
-        the client has its share."""
+        """Queues the requests, and cancels on leaving what still runs. ApiError if the queue is full or the client has
+        too many prompts in progress."""
         limit = self.config.limits.max_client_prompts
-        if limit is not None and len(requests) > limit:  # never, however long the client waits
+        if limit is not None and len(requests) > limit:  # can never be accepted
             message = f"{len(requests)} prompts in one request (limits.max_client_prompts is {limit})"
             raise ApiError(400, message, param="prompt", code="invalid_value")
         if limit is not None and self._by_client[client] + len(requests) > limit:
@@ -181,7 +181,7 @@ class Endpoint:
             raise ApiError.overloaded(str(error), error.retry_after_s) from error
         except EngineDead as error:
             raise ApiError.unavailable(f"the engine has ended: {error}", "engine_dead") from error
-        except ValueError as error:  # what only the schedule can know, e.g. max_tokens under its layers
+        except ValueError as error:  # what only the schedule knows, e.g. too few max_tokens
             raise ApiError(400, str(error), code="invalid_value") from error
         self.num_answering += 1
         self._by_client[client] += len(requests)
@@ -190,7 +190,7 @@ class Endpoint:
         finally:
             self.num_answering -= 1
             self._by_client[client] -= len(requests)
-            self._by_client += Counter()  # forgets who has none
+            self._by_client += Counter()  # drops entries of 0
             left = [ticket for ticket in answering.tickets if self._waiting.pop(ticket, None) is not None]
             if left:
                 self.thread.cancel(left)

@@ -1,9 +1,8 @@
-"""What a replica tells Ray's Prometheus endpoint, every name in one place, and that endpoint's answer for
-`GET /metrics`.
+"""The Prometheus metrics of a replica, and the text of `GET /metrics`, which is read back from Ray's nodes.
 
-Ray puts `ray_` before a name and `_total` behind a counter's; Serve tags each series with `application`, `deployment`
-and `replica`. Use no `_sum` of a histogram: Ray's agent makes it from the middles of the buckets. The names of
-`jobs.generate` are others (`pipeline.report.prometheus`).
+Ray prefixes names with `ray_` and adds `_total` to counters; Serve tags each series with `application`, `deployment`
+and `replica`. A histogram's `_sum` is useless: Ray's agent computes it from the middles of the buckets. The metrics of
+`generate` are in `pipeline.report.prometheus`.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ class RayMetrics:
                 ("input_tokens", "Prompt tokens"),
                 ("output_tokens", "New tokens"),
                 ("layers_run", "Layers, summed over new tokens"),
-                ("cancelled", "Prompts that nobody waited for any more"),
+                ("cancelled", "Prompts whose client went away"),
                 ("failed", "Prompts that could not be decoded"),
             )
         }
@@ -55,7 +54,7 @@ class RayMetrics:
         self._start_at_zero()
 
     def _start_at_zero(self) -> None:
-        """Else Prometheus first sees a counter with its first figures in it, and `rate` never counts those."""
+        """Otherwise Prometheus first sees a counter at its first value, and `rate` never counts that."""
         for status in STATUSES:
             self._requests._record(0, {"status": str(status)})  # `inc` refuses 0
         for counter in self._counters.values():
@@ -85,15 +84,15 @@ _asked: "Future[list[str]] | None" = None
 
 
 async def scrape(application: str) -> str:
-    """The figures of all replicas of `application` as Ray's nodes export them, Prometheus text; ApiError 503 when the
-    head does not say which nodes there are."""
+    """The metrics of all replicas of `application`, as Prometheus text from all Ray nodes; ApiError 503 if the head
+    does not tell which nodes there are."""
     loop = asyncio.get_running_loop()
     pages = await asyncio.gather(*(loop.run_in_executor(None, _read, url) for url in await urls(_urls)))
     return "\n".join(ours((line for page in pages for line in page.splitlines()), application)) + "\n"
 
 
 def ours(lines: Iterable[str], application: str) -> list[str]:
-    """The lines on `application`, whatever else runs on its nodes; headers once."""
+    """The lines of `application`'s metrics among all that its nodes export; each header once."""
     named = re.compile(rf"(# (HELP |TYPE )?)?ray_{PREFIX}")
     value = re.escape(json.dumps(application, ensure_ascii=False))
     tagged = re.compile(rf"[{{,]application={value}[,}}]")
@@ -102,8 +101,8 @@ def ours(lines: Iterable[str], application: str) -> list[str]:
 
 
 async def urls(ask: Callable[[], list[str]]) -> list[str]:
-    """What `ask` says, in a thread of its own: while the head is down it waits for minutes, and streams go on. Whoever
-    asks meanwhile waits for the same answer, and none longer than SCRAPE_S."""
+    """The result of `ask`, called in a thread, since it blocks for minutes while the head is down. Concurrent callers
+    share one call, and wait at most SCRAPE_S."""
     global _asked
     if _asked is None or _asked.done():
         _asked = _nodes.submit(ask)

@@ -1,4 +1,4 @@
-"""Starting the application from a Serve file with Ray's public calls, and ending it without dropping an answer."""
+"""Starts the application of a Serve file with Ray's public API, and stops it without dropping an answer."""
 
 import os
 import signal
@@ -24,12 +24,12 @@ from pipeline.service.auth import is_loopback, read_keys
 from pipeline.service.config import ServeFile, load_serve_file
 
 DRAIN_POLL_S = 0.2
-ASK_S = 5.0  # for an answer of all replicas
-LINGER_S = 0.5  # a replica has handed on its last byte, and Ray's proxy sends it
+ASK_S = 5.0  # for all replicas to answer
+LINGER_S = 0.5  # for Ray's proxy to send the last bytes of a replica
 
 
 def load(path: str | None, overrides: Sequence[str], host: str | None, port: int | None) -> ServeFile:
-    """The checked file; ConfigError."""
+    """Reads and checks a Serve file; ConfigError."""
     pairs = [read_override(override) for override in overrides]
     tree = read_tree(path)
     for name, value in (("host", host), ("port", port)):
@@ -41,7 +41,7 @@ def load(path: str | None, overrides: Sequence[str], host: str | None, port: int
 def serve_until_stopped(
     path: str | None, overrides: Sequence[str], *, host: str | None, port: int | None, log: Log
 ) -> dict[str, Json]:
-    """Serves until SIGTERM or SIGINT, then drains; what `jobs.serve` prints at the end."""
+    """Serves until SIGTERM or SIGINT, then drains; returns the JSON document."""
     file = load(path, overrides, host, port)
     stop = threading.Event()
     with running(file) as url:
@@ -50,7 +50,7 @@ def serve_until_stopped(
         began = time.time()
         log(f"serving {file.args.served_name} at {url} (page), {url}v1 (API), {url}health; stop with Ctrl-C or SIGTERM")
         stop.wait()
-        log("stopping: new requests get 503, what is being answered is answered")
+        log("stopping: new requests get 503, requests in progress are answered")
         left = drain(file.name, file.drain_s)
         if left:
             log(f"{left} requests were not answered in time")
@@ -59,8 +59,8 @@ def serve_until_stopped(
 
 @contextmanager
 def running(file: ServeFile) -> Iterator[str]:
-    """The application, up and healthy: its URL. Taken down on leaving; an embedded Ray, and Serve where it did not run
-    before, with it. ConfigError."""
+    """Starts the application and yields its URL; ConfigError. Leaving stops it, and also Serve and Ray if they did not
+    run before."""
     host, port = file.http.host, file.http.port
     if not read_keys(file.args.auth) and not is_loopback(host):
         raise ConfigError(
@@ -75,7 +75,7 @@ def running(file: ServeFile) -> Iterator[str]:
         before = serve.status()
         if file.name in before.applications:
             raise ConfigError(
-                "applications.0.name", f"an application {file.name} runs on this cluster; give another name"
+                "applications.0.name", f"an application {file.name} already runs on this cluster; give another name"
             )
         is_shared = bool(before.proxies or before.applications)
         try:
@@ -85,14 +85,14 @@ def running(file: ServeFile) -> Iterator[str]:
             yield f"http://{shown}:{port}{file.route_prefix.rstrip('/')}/"
         finally:
             if is_shared:
-                serve.delete(file.name)  # a shutdown would take everybody's applications down
+                serve.delete(file.name)  # a shutdown would stop other applications too
             else:
                 serve.shutdown()
 
 
 @contextmanager
 def _ray_running() -> Iterator[None]:
-    """Ray, ended on leaving where it did not run before."""
+    """Starts Ray, and stops it on leaving unless it ran before."""
     was_running = ray.is_initialized()
     start_ray()
     try:
@@ -103,9 +103,9 @@ def _ray_running() -> Iterator[None]:
 
 
 def drain(name: str, timeout_s: float) -> int:
-    """Lets no new request in and waits for those inside; how many were left at the end.
+    """Refuses new requests and waits for those in progress; returns how many were left after `timeout_s`.
 
-    Only replicas that run are waited for, so one that starts or dies meanwhile holds nothing up.
+    Only running replicas are waited for, so one that starts or dies meanwhile does not hold this up.
     """
     handle = serve.get_app_handle(name)
     deadline = time.monotonic() + timeout_s
@@ -122,10 +122,10 @@ def drain(name: str, timeout_s: float) -> int:
 
 
 def _num_responses(handle: DeploymentHandle) -> list[int]:
-    """Open requests of each replica that answers; from now on they take no new ones."""
+    """The open requests of each replica that answers, after telling it to take no new ones."""
     try:
         answers = handle.broadcast("drain").results(timeout_s=ASK_S, return_exceptions=True)
-    except (RayError, RayServeException, TimeoutError):  # no replica is there at this moment
+    except (RayError, RayServeException, TimeoutError):  # no replica is running at this moment
         return []
     return [answer for answer in answers if isinstance(answer, int)]
 
@@ -133,18 +133,18 @@ def _num_responses(handle: DeploymentHandle) -> list[int]:
 def _application(file: ServeFile) -> serve.Application:
     try:
         deployment = Completions.options(**file.deployment)  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:  # Ray's own words
+    except (TypeError, ValueError) as error:  # raised by Ray
         raise ConfigError("applications.0.deployments.0", f"{error}") from error
     return deployment.bind(make_spec(file.args))
 
 
 def _check_free(host: str, port: int) -> None:
-    """Serve itself would say nothing and answer from the other program's port."""
+    """ConfigError if the port is taken; Serve itself would start without an error."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                "http_options.port", f"{host}:{port} cannot be had: {error.strerror}; set --port"
+                "http_options.port", f"{host}:{port} is not available: {error.strerror}; set --port"
             ) from error

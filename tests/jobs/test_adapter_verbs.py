@@ -74,6 +74,7 @@ def served(source: Path, adapter: Path | None = None) -> dict[str, list[int]]:
     return {request.id: one.tokens for request, one in answers if isinstance(one, Completion)}
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_is_up")
 def test_generate_evaluate_and_resume(

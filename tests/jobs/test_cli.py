@@ -190,7 +190,9 @@ def test_a_run_without_a_report_has_its_books() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("words", [["-m", "jobs"], ["-m", "jobs", "verify", "a", "b"]])
+@pytest.mark.parametrize(
+    "words", [["-m", "jobs"], pytest.param(["-m", "jobs", "verify", "a", "b"], marks=pytest.mark.slow)]
+)
 def test_a_reader_that_leaves_is_no_traceback(words: list[str]) -> None:
     """As in `skipdecode | head -3`: here nothing is read at all."""
     reader, writer = os.pipe()

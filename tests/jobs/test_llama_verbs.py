@@ -218,7 +218,7 @@ def test_serve(scheduler: str, llama: Path) -> None:
     assert made == offline(llama, decode)
 
 
-@pytest.mark.parametrize("kind", ["llama", "file"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("llama", marks=pytest.mark.slow)])
 def test_doctor(kind: str, tmp_path: Path, call: Call, request: pytest.FixtureRequest) -> None:
     source = request.getfixturevalue(kind)
     code, document, err = call(doctor, f"model.source={source}", *PLAIN, "-o", tmp_path / "run")

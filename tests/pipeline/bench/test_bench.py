@@ -37,6 +37,7 @@ def test_the_document_holds_every_schedule(
     assert {"schedule", key, bound} <= set(err.split())
 
 
+@pytest.mark.slow
 def test_schedules_of_any_kind_have_names_of_their_own(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_bad_target_is_known_at_once(tmp_path: Path, target: str) -> None:
     assert main(["--output-json", str(tmp_path / target)]) == 2
 
 
+@pytest.mark.slow
 def test_full_depth_may_be_named_and_float16_is_not_trained_in(
     tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,6 +201,7 @@ def cluster(own_ray: None, monkeypatch: pytest.MonkeyPatch) -> str:
     return address
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_pool_that_does_not_fit_the_cluster_is_a_problem(
     cluster: str, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

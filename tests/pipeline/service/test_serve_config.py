@@ -119,4 +119,4 @@ def test_another_host_needs_keys(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert serve_verb.main(["--config", CONFIG, "--port", url.rpartition(":")[2]]) == 2
-    assert "cannot be had" in capsys.readouterr().err
+    assert "is not available" in capsys.readouterr().err
