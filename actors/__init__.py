@@ -1,1 +1,1 @@
-"""What lives inside one worker: plain classes without Ray (tokenizer, generator, train loop)."""
+"""What runs inside one worker, as plain classes without Ray: generator, serving engine, templates, training loop."""

@@ -77,9 +77,9 @@ class GeneratorConfig:
     baseline_fraction: float = 0.0
     """Share of the batches that are also decoded at full depth."""
     shares_prefixes: bool = False
-    """Run the common prefixes of prompts once; ignored if `deterministic`, since they change the shapes of batches."""
+    """Run common prefixes of prompts once; ignored if `deterministic`, since it changes the shapes of batches."""
     memory_share: float = MEMORY_SHARE
-    """Of a GPU's memory, for weights and caches."""
+    """The share of a GPU's memory for weights and caches."""
     has_graphs: bool = True
     """Capture decode steps as CUDA graphs, whose caches then take the whole share."""
 
@@ -364,7 +364,7 @@ class Generator:
     def _make_graphs(self) -> CudaGraphs | None:
         """Takes what is left of the memory share for the caches of captured steps; None if steps are not captured."""
         config = self.config
-        is_lossless = bool(config.decode.get("lossless"))  # whose caches lie in torch's own memory
+        is_lossless = bool(config.decode.get("lossless"))  # allocates its caches itself
         if not config.has_graphs or is_lossless or len(self.devices) > 1 or not graphs_serve(self.model):
             return None
         rows = config.batch_size or (DETERMINISTIC_ROWS if config.deterministic else MAX_BATCH_ROWS["cuda"])

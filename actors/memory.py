@@ -57,7 +57,7 @@ class MemoryBudget:
     """Bytes of one number of keys and values."""
     devices: Sequence[torch.device]
     memory_share: float
-    """Of a GPU's memory, for weights and caches."""
+    """The share of a GPU's memory for weights and caches."""
     graphs: CudaGraphs | None = None
     """Owns the memory where decode steps are captured."""
 

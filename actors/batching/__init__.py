@@ -1,1 +1,1 @@
-"""How a worker cuts a window of rows into batches, and how many rows fit in its memory."""
+"""Cutting a window of rows into batches: length buckets, shared prefixes, prompts to score, the full-depth sample."""

@@ -1,1 +1,1 @@
-"""What a model's `config.json` and a request's sampling parameters say, read and checked. No torch."""
+"""The configuration of a model and the sampling parameters of a request, read and checked. No torch."""
