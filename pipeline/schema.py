@@ -1,8 +1,4 @@
-"""The row contract: column names, types and error codes of what a run writes.
-
-Data only. It does not read or write anything; `pipeline.input` makes rows, `pipeline.stages.tokenize` fills them,
-`pipeline.store.row_writer` writes them.
-"""
+"""The row contract: names and types of the columns that a run writes, and its error codes. Data only."""
 
 import re
 from typing import Final, Protocol, TypedDict
@@ -41,7 +37,7 @@ SOURCE_SCHEMA: Final = pa.schema(
         pa.field(SAMPLE, pa.int32()),  # from 0
     ]
 )
-"""Where a row comes from: behind the columns above, in runs that make several rows of a document."""
+"""Where a row comes from: columns after those above, in runs that make several rows of a document."""
 
 LOGPROBS: Final = "logprobs"
 TOP_LOGPROBS: Final = "top_logprobs"
@@ -52,7 +48,7 @@ TOP_TYPE: Final = pa.list_(pa.list_(pa.struct([("token", pa.int32()), ("logprob"
 
 
 class Asked(Protocol):
-    """What a run asks for beside tokens (`sampling`)."""
+    """What a run asks for besides tokens (`sampling`)."""
 
     @property
     def logprobs(self) -> int | None: ...
@@ -61,7 +57,7 @@ class Asked(Protocol):
 
 
 def score_schema(asked: Asked) -> pa.Schema:
-    """Columns of log-probabilities behind the columns above, in runs that ask for them; null in failed rows."""
+    """The columns of log-probabilities after those above, in runs that ask for them; null in failed rows."""
     has_top = bool(asked.logprobs)
     fields = [
         (LOGPROBS, LOGPROBS_TYPE, asked.logprobs is not None),  # one per generated token
@@ -73,12 +69,12 @@ def score_schema(asked: Asked) -> pa.Schema:
 
 
 CHOICE: Final = "openai_choice"
-"""Text and `logprobs` of the answer to an OpenAI batch line, as JSON, in runs some of whose lines ask for more than
-text; null for the others."""
+"""Text and `logprobs` of the answer to an OpenAI batch line, as JSON. The column is there if some line asks for more
+than text, and null for lines that do not."""
 
 
 class OutputRow(TypedDict):
-    """A row that was read back, with the columns of `OUTPUT_SCHEMA`; a caller may have asked for fewer."""
+    """A row that was read back, with the columns of `OUTPUT_SCHEMA` that the caller asked for."""
 
     id: str
     prompt: str | None
@@ -94,24 +90,24 @@ class OutputRow(TypedDict):
 
 
 def list_columns(schema: pa.Schema) -> list[list[str]]:
-    """Names and types in words, as `run.json` has them."""
+    """The names and types of columns as strings, as `run.json` stores them."""
     return [[field.name, type_words(str(field.type))] for field in schema]
 
 
 def type_words(text: str) -> str:
-    """A type in words without what Parquet renames: it calls the items of a list "element", and those of a map as the
-    column."""
+    """The string of a type without the names that Parquet changes: it calls the items of lists "element", and those of
+    maps like the column."""
     text = text.replace("<item: ", "<element: ")
     return re.sub(r" \('.*?'\)", "", text) if "map<" in text else text
 
 
-# What `pipeline.input` hands to the stages beside the columns above; dropped before writing.
+# What `pipeline.input` hands to the stages besides the columns above; dropped before writing.
 PROMPT_TOKENS: Final = "_prompt_tokens"  # list<int32>: a prompt given as token ids (OpenAI batch), else null
 SAMPLING: Final = "_sampling"  # string: JSON object with this row's own sampling parameters, else null
 
 RESERVED_COLUMNS: Final = frozenset(OUTPUT_SCHEMA.names) | {STATUS, PROMPT_TOKENS, SAMPLING}
-"""An input column with one of these names is refused before the start; of `SOURCE_SCHEMA` and `score_schema` too, where
-a run has them."""
+"""An input column with one of these names is refused before the start, as are those of `SOURCE_SCHEMA` and
+`score_schema` in runs that have them."""
 
 PROMPT_MISSING: Final = "prompt_missing"
 PROMPT_NOT_TEXT: Final = "prompt_not_text"

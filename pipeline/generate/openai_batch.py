@@ -16,7 +16,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.formatting import Json
-from pipeline.input.openai_rows import CHAT_URL, check_target, line_samples
+from pipeline.input.openai_rows import CHAT_URL, requested_samples
 from pipeline.input.rows import RowError
 from pipeline.schema import CHOICE, DUPLICATE_ID, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
@@ -264,7 +264,6 @@ def _samples(line: dict[str, str | None], samples: int) -> int:
     if line["body"] is None:
         return NOT_KNOWN
     try:
-        check_target(line, line["url"] == CHAT_URL)
-        return line_samples(json.loads(line["body"])) or samples
+        return requested_samples(line, json.loads(line["body"])) or samples
     except RowError:
         return samples

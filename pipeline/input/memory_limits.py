@@ -121,7 +121,7 @@ def own_rows(batch: pa.RecordBatch, start: int, end: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([own_values(column) for column in part.columns], schema=part.schema)
 
 
-def without_bombs(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:
+def without_oversized_lists(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:
     """The batch with nulls for lists and structs of rows in which these exceed `max_bytes`, and which rows: bool
     [rows]."""
     nested = {name: column for name, column in zip(batch.schema.names, batch.columns, strict=True)

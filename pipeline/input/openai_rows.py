@@ -1,7 +1,8 @@
-"""OpenAI batch lines, for completions and for chats: prompt, token ids or messages, and sampling parameters of its own.
+"""OpenAI batch lines, for completions and chats: a prompt, token ids or messages, with sampling parameters of their
+own.
 
-A parameter that this program does not have fails its row, unless its value asks for nothing. Left out: the answer files
-(`pipeline.generate.openai_batch`), and what becomes of messages (`prompting`).
+An unsupported parameter fails its row, unless its value asks for nothing. The answer files are written by
+`pipeline.generate.openai_batch`; messages are checked and rendered in `prompt_templates`.
 """
 
 import json
@@ -14,14 +15,7 @@ from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
 from pipeline.input.rows import JsonObject, Row, RowError
 from pipeline.json_size import count_marks
-from pipeline.openai.parameters import (
-    MAX_TOKEN_ID,
-    BadParameter,
-    ChatLine,
-    CompletionLine,
-    is_token_list,
-    shown,
-)
+from pipeline.openai.parameters import MAX_TOKEN_ID, BadParameter, ChatLine, CompletionLine, is_token_list, shown
 from pipeline.schema import BAD_LINE, BAD_MESSAGES, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
 
 BATCH_URL: Final = "/v1/completions"
@@ -42,8 +36,12 @@ def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
 
 
 def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expansion = ONE_ROW) -> None:
-    fields = {key: _batch_text(value[key]) for key in ("method", "url") if value.get(key) is not None}
-    row.fields = fields
+    """Fills `row` from the object of a line; marks it as failed, or raises RowError, for what is wrong with it."""
+    row.fields = fields = {
+        key: text if isinstance(text := value[key], str) else to_json(text)
+        for key in ("method", "url")
+        if value.get(key) is not None
+    }
     custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         row.fail(BAD_LINE, f"custom_id must be a non-empty string, got {shown(custom_id)}")
@@ -52,60 +50,42 @@ def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expan
     body = value.get("body")
     if not isinstance(body, dict):
         raise RowError(BAD_LINE, f"body must be an object, got {json_kind(body)}")
-    fields["body"] = _batch_body(body)
-    is_chat = value.get("url") == CHAT_URL
     try:
-        check_target(value, is_chat)
-        row.samples = line_samples(body)
-        row.sampling = _sampling(body, is_chat, expansion)
-    except RowError as error:
-        row.fail(error.code, error.reason)
-    if is_chat:
-        row.messages = _batch_messages(body.get("messages"))
-    else:
-        row.prompt, row.tokens = _batch_prompt(body.get("prompt"))
-
-
-def line_samples(body: JsonObject) -> int | None:
-    """The answers that a line asks for; None: it does not say. RowError where that is no number of answers."""
-    n = body.get("n")
-    if n is None:
-        return None
-    if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
-        raise RowError(BAD_PARAMETERS, f"body.n must be an integer from 1 to {MAX_SAMPLES}, got {shown(n)}")
-    return n
-
-
-def _batch_text(value: Json) -> str:
-    return value if isinstance(value, str) else to_json(value)
-
-
-def _batch_body(body: JsonObject) -> str:
-    try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False)
+        fields["body"] = json.dumps(body, ensure_ascii=False, allow_nan=False)
     except ValueError as error:  # NaN and Infinity: the answer file would not be JSON
         raise RowError(BAD_LINE, "body holds a number that JSON does not have (NaN or infinite)") from error
+    is_chat = value.get("url") == CHAT_URL
+    try:
+        row.samples = requested_samples(value, body)
+        row.sampling = _sampling(body, is_chat, row.samples or expansion.samples, expansion.temperature)
+    except RowError as error:
+        row.fail(error.code, error.reason)
+    except BadParameter as error:
+        row.fail(BAD_PARAMETERS, f"body.{error}")
+    if not is_chat:
+        row.prompt, row.tokens = _batch_prompt(body.get("prompt"))
+    elif (messages := body.get("messages")) is None:
+        row.fail(PROMPT_MISSING, "body.messages is missing or null")
+    elif not isinstance(messages, list):
+        row.fail(BAD_MESSAGES, f"body.messages must be a list of messages, got {json_kind(messages)}")
+    else:
+        row.messages = messages  # what is in them is checked where they are rendered
 
 
-def check_target(value: Mapping[str, Json], is_chat: bool) -> None:
-    """RowError where a line is sent to where no answers are; what else it says is not looked at then."""
+def requested_samples(value: Mapping[str, Json], body: JsonObject) -> int | None:
+    """How many answers a line asks for, None if it does not say; RowError for another method or URL, or a bad `n`."""
     if value.get("method") != "POST":
         raise RowError(BAD_PARAMETERS, f"method must be 'POST', got {shown(value.get('method'))}")
-    if not is_chat and value.get("url") != BATCH_URL:
+    if value.get("url") not in (BATCH_URL, CHAT_URL):
         raise RowError(BAD_PARAMETERS, f"url must be {BATCH_URL!r} or {CHAT_URL!r}, got {shown(value.get('url'))}")
-
-
-def _batch_messages(messages: Json) -> list[Json]:
-    """What is in them is looked at where a prompt is made of them."""
-    if messages is None:
-        raise RowError(PROMPT_MISSING, "body.messages is missing or null")
-    if not isinstance(messages, list):
-        raise RowError(BAD_MESSAGES, f"body.messages must be a list of messages, got {json_kind(messages)}")
-    return messages
+    n = body.get("n")
+    if n is None or (type(n) is int and 1 <= n <= MAX_SAMPLES):
+        return n
+    raise RowError(BAD_PARAMETERS, f"body.n must be an integer from 1 to {MAX_SAMPLES}, got {shown(n)}")
 
 
 def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
-    """Text or token ids; one of the two is None."""
+    """The prompt as text or as token ids; the other one is None."""
     if prompt is None:
         raise RowError(PROMPT_MISSING, "body.prompt is missing or null")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -120,14 +100,13 @@ def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
     raise RowError(PROMPT_NOT_TEXT, f"body.prompt must be {wanted}, got {shown(prompt)}")
 
 
-def _sampling(body: JsonObject, is_chat: bool, expansion: Expansion) -> str | None:
-    """The row's own sampling parameters under the names of `sampling.*`, as JSON; None if it has none."""
+def _sampling(body: JsonObject, is_chat: bool, samples: int, temperature: float) -> str | None:
+    """A line's own sampling parameters by the names of `sampling.*`, as JSON; None if it has none.
+
+    `samples` is the number of its answers, `temperature` the one that holds if it gives none.
+    """
     line = ChatLine if is_chat else CompletionLine
-    try:
-        own = line.parse(body, ignored=_IGNORED_KEYS | {"messages" if is_chat else "prompt"}).row_parameters()
-    except BadParameter as error:
-        raise RowError(BAD_PARAMETERS, f"body.{error}") from error
-    samples = line_samples(body) or expansion.samples
-    if samples > 1 and not own.get("temperature", expansion.temperature):
-        raise RowError(BAD_PARAMETERS, f"{samples} answers at temperature 0 are the same; give body.temperature")
+    own = line.parse(body, ignored=_IGNORED_KEYS | {"messages" if is_chat else "prompt"}).row_parameters()
+    if samples > 1 and not own.get("temperature", temperature):
+        raise BadParameter("temperature", f"must be above 0: {samples} answers at temperature 0 are the same")
     return to_json(own) if own else None

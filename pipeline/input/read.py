@@ -1,8 +1,8 @@
 """Streams one file of a plan as blocks of rows with the columns of the plan. Knows nothing of Ray (`datasource`)."""
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import islice
 
 import numpy as np
@@ -22,11 +22,11 @@ from pipeline.input.columns import (
 )
 from pipeline.input.expansion import Documents, expand
 from pipeline.input.files import SourceFile, open_stream
-from pipeline.input.formats import ARROW, iter_rows
+from pipeline.input.formats import ARROW, BINARY, iter_rows
 from pipeline.input.id_matching import DoneRows
 from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_place, made_id, split_place
 from pipeline.input.json_rows import to_json
-from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_bombs
+from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_oversized_lists
 from pipeline.input.plan import ROW_SCHEMA, InputPlan
 from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
 from pipeline.input.rows import BLOCK_BYTES, Row
@@ -66,7 +66,7 @@ def read_file(
     file, expansion = plan.listing.files[index], plan.listing.expansion
     wanted = plan.num_documents_per_file[index]
     _check_unchanged(plan.listing.filesystem, file)
-    reader = {"parquet": _read_parquet, ARROW: _read_arrow}.get(plan.listing.format, _read_rows)
+    reader = _read_batches if plan.listing.format in BINARY else _read_rows
     done = num_rows = 0
     try:
         with closing(reader(plan, index, config, rows_per_block)) as blocks:
@@ -108,18 +108,6 @@ def _read_rows(plan: InputPlan, index: int, config: InputConfig, rows_per_block:
 
 
 def _documents(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> Documents:
-    format = plan.listing.format
-    word = "row" if format == "csv" else "line"
-    return Documents(
-        _to_table(rows, file, plan),
-        num_bytes=[row.num_bytes for row in rows],
-        places=[f"{file.name} {word} {row.number + 1}" for row in rows],
-        fields=[prompt_fields(row, format) for row in rows],
-        samples=[row.samples for row in rows] if format == "openai_batch" else (),
-    )
-
-
-def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Table:
     columns = [
         [row.id or made_id(file.name, row.number) for row in rows],
         [row.prompt for row in rows],
@@ -133,37 +121,38 @@ def _to_table(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> pa.Tabl
         if name in plan.json_columns:
             values = [None if value is None else to_json(value) for value in values]
         columns.append(values)
-    schema = plan.document_schema
+    schema, format = plan.document_schema, plan.listing.format
     arrays = [pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    return Documents(
+        pa.Table.from_arrays(arrays, schema=schema),
+        num_bytes=[row.num_bytes for row in rows],
+        places=[f"{file.name} {'row' if format == 'csv' else 'line'} {row.number + 1}" for row in rows],
+        fields=[prompt_fields(row, format) for row in rows],
+        samples=[row.samples for row in rows] if format == "openai_batch" else (),
+    )
 
 
-def _read_parquet(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
-    file = plan.listing.files[index]
-    source = plan.listing.filesystem.open_input_file(file.path)
-    with pq.ParquetFile(source) as footer:
-        yield from _from_batches(parquet_batches(source, footer, READ_ROWS), file, plan, config, rows_per_block)
-
-
-def _read_arrow(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
-    file = plan.listing.files[index]
-    with open_arrow(plan.listing.filesystem, file) as (schema, batches):
-        stored = arrow_batches(batches, stored_schema(schema, file), rows_per_block)
-        yield from _from_batches(stored, file, plan, config, rows_per_block)
-
-
-def _from_batches(
-    batches: Iterable[pa.RecordBatch], file: SourceFile, plan: InputPlan, config: InputConfig, rows_per_block: int
-) -> Blocks:
-    first, limit = 0, plan.listing.max_line_bytes
-    for whole in batches:
-        batch, bad = without_bombs(settle_views(whole), limit)
-        sizes = row_sizes(batch)
-        for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, rows_per_block)):
-            errors = _Errors(end - start, file.name, first + start)
-            errors.set(bad[start:end], BAD_LINE, f"its lists hold more than limits.max_line_bytes ({limit})")
-            yield _from_batch(own_rows(batch, start, end), sizes[start:end], file, first + start, plan, config, errors)
-        first += batch.num_rows
+def _read_batches(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
+    """The documents of a Parquet or Arrow file."""
+    listing, file, limit = plan.listing, plan.listing.files[index], plan.listing.max_line_bytes
+    with ExitStack() as stack:
+        if listing.format == ARROW:
+            schema, stored = stack.enter_context(open_arrow(listing.filesystem, file))
+            batches = arrow_batches(stored, stored_schema(schema, file), rows_per_block)
+        else:
+            source = listing.filesystem.open_input_file(file.path)
+            batches = parquet_batches(source, stack.enter_context(pq.ParquetFile(source)), READ_ROWS)
+        first = 0
+        for whole in batches:
+            batch, is_oversized = without_oversized_lists(settle_views(whole), limit)
+            sizes = row_sizes(batch)
+            for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, rows_per_block)):
+                errors = _Errors(end - start, file.name, first + start)
+                reason = f"its lists hold more than limits.max_line_bytes ({limit})"
+                errors.set(is_oversized[start:end], BAD_LINE, reason)
+                part = own_rows(batch, start, end)
+                yield _from_batch(part, sizes[start:end], file, first + start, plan, config, errors)
+            first += batch.num_rows
 
 
 def _from_batch(
@@ -198,7 +187,7 @@ def _from_batch(
         column = batch.column(source) if config.text_column is None else prompts
         missing = np.asarray(column.is_null()) & ~bad_prompts
         errors.set(missing, PROMPT_MISSING, f"column {source!r} is null")
-    fields = _parquet_fields(batch, config, errors)
+    fields = _prompt_fields(batch, config, errors)
     nothing = [pa.nulls(count, ROW_SCHEMA.field(name).type) for name in (PROMPT_TOKENS, SAMPLING)]
     columns = [ids, prompts, *nothing, *errors.columns(), *extras]
     return Documents(
@@ -210,7 +199,7 @@ def _from_batch(
     )
 
 
-def _parquet_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> Sequence[Mapping[str, object]]:
+def _prompt_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> Sequence[Mapping[str, object]]:
     """The columns that prompts are rendered from, as Python values by row; empty for rows that cannot be converted."""
     part = batch.select(prompt_columns(config, batch.schema.names))
     if not part.num_columns:
@@ -233,7 +222,8 @@ class _Errors:
     """The error columns of a block that begins with row `first` of a file; the first reason of a row stays."""
 
     def __init__(self, count: int, name: str, first: int) -> None:
-        self._names, self._found = RowNames(name, range(first, first + count)), dict[int, tuple[str, str]]()
+        self._names = RowNames(name, range(first, first + count))
+        self._found: dict[int, tuple[str, str]] = {}
 
     def set(self, mask: Mask, code: str, reason: str) -> None:
         for row in np.flatnonzero(mask).tolist():
