@@ -1,6 +1,6 @@
-"""How a figure of ours begins and ends: matplotlib without pyplot (no global state, no display), as SVG and PNG.
+"""Creating and saving figures as SVG and PNG by matplotlib without pyplot, so without global state or display.
 
-For figures in files. The plots inside `report.html` follow the page's style sheet: `pipeline.report.plots`.
+The plots inside `report.html` follow the page's style sheet and are made by `pipeline.report.plots`.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ def new_figure(width: float, height: float, columns: int = 1) -> "tuple[Figure, 
 
 
 def save_figure(
-    figure: "Figure", place: Callable[[str], AbstractContextManager[Path]] | Path, name: str, dpi: int = 120
+    figure: "Figure", target: Callable[[str], AbstractContextManager[Path]] | Path, name: str, dpi: int = 120
 ) -> None:
-    """Writes `name`.svg and `name`.png: into the folder `place`, or to the path that `place(file name)` lends."""
+    """Writes `name`.svg and `name`.png into the folder `target`, or to the paths that `target(file name)` opens."""
     for suffix in SUFFIXES:
-        if isinstance(place, Path):
-            figure.savefig(place / f"{name}.{suffix}", dpi=dpi)
+        if isinstance(target, Path):
+            figure.savefig(target / f"{name}.{suffix}", dpi=dpi)
         else:
-            with place(f"{name}.{suffix}") as path:
+            with target(f"{name}.{suffix}") as path:
                 figure.savefig(path, format=suffix, dpi=dpi)

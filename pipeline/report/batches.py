@@ -1,7 +1,7 @@
-"""What the batch records of a run add up to: times, tokens, layers, speedup over full depth, agreement with it.
+"""Totals over the batch records of a run: times, tokens, layers, speedup over full depth and agreement with it.
 
-A large run has millions of records: they are added a slice at a time, and nothing is kept of each but two numbers where
-a batch was decoded both ways.
+A large run has millions of records, so they are summed a slice at a time. Only batches that were decoded both ways
+leave two numbers each, from which the confidence interval of the speedup is computed.
 """
 
 import math
@@ -40,7 +40,7 @@ PAIRED = (
     "rows", "exact_rows", "matched_tokens", "compared_tokens", "full_prefill_s", "full_decode_s",
     "predicted_prefill_s", "predicted_decode_s", "full_predicted_prefill_s", "full_predicted_decode_s",
 )  # fmt: skip
-"""The same over those that were decoded at full depth too."""
+"""Columns that are summed over the batches that were decoded at full depth, too."""
 BOTH, DECODE = ("prefill_s", "decode_s"), ("decode_s",)
 COLUMNS = tuple(
     dict.fromkeys(
@@ -51,13 +51,13 @@ COLUMNS = tuple(
 
 @dataclass
 class Errors:
-    """How often, and what the first one said."""
+    """The number of errors of one kind, and the message of the first."""
 
     count: int = 0
     first: str | None = None
 
     def add(self, column: pa.ChunkedArray) -> None:
-        """All that is not null."""
+        """Counts the values of the column that are not null."""
         found = column.drop_null()
         self.count += len(found)
         if self.first is None and len(found):
@@ -66,17 +66,17 @@ class Errors:
 
 @dataclass
 class BatchTotals:
-    """Added up over batches. Sums are None while no record has the column."""
+    """Sums over batches. A sum is None while no record has the column."""
 
     all: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ALL))
     paired: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(PAIRED))
     columns: float | None = None
-    """Prompt columns times rows: tokens of prompts with their padding."""
+    """Tokens of prompts, padding included."""
     full_layers: float | None = None
     """Layers that full depth would have run for the decode steps."""
     num_pairs: int = 0
     logs: dict[tuple[str, ...], list[np.ndarray]] = field(default_factory=lambda: {BOTH: [], DECODE: []})
-    """Logarithms of `per_token_ratio`, by the parts that it is of."""
+    """Logarithms of `per_token_ratio` of each pair, for prefill and decode together and for decode alone."""
     drafts: DraftTotals = field(default_factory=DraftTotals)
     split: Errors = field(default_factory=Errors)
     full: Errors = field(default_factory=Errors)
@@ -130,7 +130,7 @@ class BatchTotals:
 
 
 def per_token_ratio(ours_s: Number, ours_tokens: Number, full_s: Number, full_tokens: Number) -> Number:
-    """Time per output token at full depth over that of the run: of a batch, or of an array of them."""
+    """Time per output token at full depth divided by that of the run, for one batch or an array of batches."""
     ratio: Number = (full_s / full_tokens) / (ours_s / ours_tokens)
     return ratio
 
@@ -170,7 +170,7 @@ def ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _plus(total: float | None, column: pa.ChunkedArray) -> float | None:
-    """Nulls count nothing."""
+    """`total` plus the sum of a column; nulls are ignored."""
     more: float | None = pc.sum(column).as_py()
     return total if more is None else (total or 0) + more
 
@@ -181,7 +181,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _geometric(slices: Sequence[np.ndarray]) -> tuple[float | None, list[float] | None]:
-    """Geometric mean of numbers whose logarithms these are, and its 95 % t-interval."""
+    """The geometric mean of numbers given by their logarithms, and its 95 % t-interval."""
     logs = np.concatenate([*slices, np.empty(0)])
     if not len(logs):
         return None, None

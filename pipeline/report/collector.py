@@ -1,7 +1,7 @@
-"""The collector: an actor that hears of every batch, counts for the progress line, writes metrics files, and tells
-Ray's Prometheus endpoint (`prometheus`).
+"""The metrics collector: an actor that receives a record of every batch from the workers.
 
-Workers send and never wait. Losing the collector loses figures, never rows. `read_metrics` reads what it wrote.
+It counts for the progress line, writes `metrics/*.parquet` and updates Ray's Prometheus endpoint. Workers send and
+never wait for it, so losing the collector loses figures but no rows. `read_metrics` reads the files back.
 """
 
 import time
@@ -70,7 +70,7 @@ class MetricsCollector:
             self._full_s += batch["full_prefill_s"] + batch["full_decode_s"]
 
     def pace(self) -> Pace:
-        """What the batches took so far, for an estimate of the rest."""
+        """Totals so far, from which the remaining time is estimated."""
         return {
             "rows": self._counts["rows"],
             "failed": self._counts["failed"],

@@ -31,7 +31,7 @@ class Agreement(TypedDict):
 
 
 class Cost(TypedDict):
-    """In the currency of the price."""
+    """Amounts are in the currency of `price_per_hour`."""
 
     price_per_hour: float
     total: float
@@ -40,16 +40,16 @@ class Cost(TypedDict):
 
 
 class Estimated(TypedDict):
-    """What the run expected of itself, beside what came of it."""
+    """The estimate that the run made of itself, compared with the outcome."""
 
     seen_rows: int
-    """That had been decoded when it said so."""
+    """Rows that had been decoded when the estimate was made."""
     input_tokens: int
     output_tokens: int
     duration_s: float
     cost: float | None
     duration_ratio: float
-    """Of what was expected to what it took."""
+    """Estimated over actual."""
     output_tokens_ratio: float | None
 
 
@@ -69,9 +69,9 @@ class Histogram(TypedDict):
     p95: int
     max: int
     edges: list[int]
-    """Of the bars, one more than these; the last is excluded."""
+    """Edges of the bins, one more than there are bins; the last edge is exclusive."""
     rows: list[int]
-    """In each bar."""
+    """Rows in each bin."""
     beyond: int
     """Rows longer than the last edge."""
 
@@ -109,7 +109,7 @@ class Example(TypedDict):
 class ErrorCount(TypedDict):
     count: int
     first: str | None
-    """What the first one said."""
+    """The message of the first error."""
 
 
 class ActorFigures(TypedDict):
@@ -146,7 +146,7 @@ class Rates(TypedDict):
 
 
 class Drafts(TypedDict):
-    """What drafts came to in a lossless run."""
+    """Drafts of a lossless run."""
 
     drafted: int
     """Tokens."""
@@ -159,11 +159,11 @@ class Drafts(TypedDict):
     acceptance."""
     draft_s: float
     verify_s: float
-    """Of `decode_s`: in drafts, and in passes at full depth."""
+    """Seconds of `decode_s` in passes at full depth."""
 
 
 class CountedFigures(TypedDict):
-    """Of `report.json` what counting gives: of the rows in the data files, and of the batches."""
+    """The part of `report.json` that is counted from data files and batch records."""
 
     duration_s: float
     completed: int
@@ -188,7 +188,7 @@ class CountedFigures(TypedDict):
     prefix_tokens_saved: int
     """Prompt tokens that were not run, since another row's run of them served (`decode.prefix`)."""
     prefix_saved_s: float
-    """What these would have taken at the pace of the others."""
+    """Estimated time that those tokens would have taken."""
     baseline_s: float
     cost: Cost | None
     estimate: Estimated | None
@@ -213,14 +213,14 @@ class Figures(CountedFigures):
     """`report.json`."""
 
     version: str
-    """Of the project that made the report."""
+    """Version of skipdecode-ray that made the report."""
     actors: list[ActorFigures]
     tail: Tail | None
     throughput: Rates
 
 
 class Lane(TypedDict):
-    """What the plot of the workers shows of one; not in `report.json`."""
+    """One worker in the plot of the workers; not part of `report.json`."""
 
     worker: str
     load: list[tuple[float, float]]

@@ -33,14 +33,14 @@ from skipdecode import __version__
 class Report:
     figures: Figures
     lanes: list[Lane]
-    """What the plot of the workers shows."""
+    """Data of the workers' plot, which is not part of `report.json`."""
 
 
 def make_report(
     folder: RunFolder, state: RunState, price_per_hour: float | None = None, log: Log = lambda _: None
 ) -> Report:
-    """`state` is `run.json`, `price_per_hour` that of all machines of the run together; `log` hears what is damaged
-    and left out."""
+    """Computes all figures. `state` is `run.json`, and `price_per_hour` the price of all machines of the run together;
+    damaged metrics files are left out and reported to `log`."""
     clock = Clock.of(state["sessions"])
     batches, throughput = BatchTotals(), Throughput(clock)
     for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS))), log):
@@ -114,18 +114,18 @@ def _counted(
 
 
 def estimated(state: RunState, duration_s: float, output_tokens: int) -> Estimated | None:
-    """What a run of one session expected, beside what it took."""
-    said = state.get("estimate")
-    if said is None or len(state["sessions"]) > 1:
+    """The run's own estimate compared with the outcome; None for runs without one and for resumed runs."""
+    estimate = state.get("estimate")
+    if estimate is None or len(state["sessions"]) > 1:
         return None
     return {
-        "seen_rows": said["seen_rows"],
-        "input_tokens": said["input_tokens"],
-        "output_tokens": said["output_tokens"],
-        "duration_s": said["duration_s"],
-        "cost": said["cost"],
-        "duration_ratio": said["duration_s"] / duration_s,
-        "output_tokens_ratio": ratio(said["output_tokens"], output_tokens),
+        "seen_rows": estimate["seen_rows"],
+        "input_tokens": estimate["input_tokens"],
+        "output_tokens": estimate["output_tokens"],
+        "duration_s": estimate["duration_s"],
+        "cost": estimate["cost"],
+        "duration_ratio": estimate["duration_s"] / duration_s,
+        "output_tokens_ratio": ratio(estimate["output_tokens"], output_tokens),
     }
 
 
@@ -158,7 +158,7 @@ def open_run(path: str) -> tuple[RunFolder, RunState]:
 
 
 def _is_run(state: Mapping[str, object]) -> TypeGuard[RunState]:
-    """Whether a `run.json` has what a report needs: other programs write files of that name too."""
+    """True if `run.json` is one of ours; other programs write files of that name, too."""
     return {"state", "sessions", "books", "config", "decode", "model"} <= state.keys()
 
 
@@ -195,7 +195,7 @@ def _without_figures(folder: RunFolder, state: RunState, error: Exception, log: 
 
 
 def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_tokens: int) -> Cost:
-    """In the currency of the price; `per_million_output_tokens` is what a corpus costs, null without tokens."""
+    """The cost of the run in the currency of the price; figures per token are null if there are no tokens."""
     total = price_per_hour * duration_s / 3600
     return {
         "price_per_hour": price_per_hour,
@@ -206,7 +206,7 @@ def cost(price_per_hour: float, duration_s: float, output_tokens: int, all_token
 
 
 def last_sign_of_life(folder: RunFolder, session: Session) -> float:
-    """When a session that was killed wrote its last file or record (epoch seconds): its end, as far as one can tell."""
+    """When a killed session wrote its last file or record (epoch seconds), which stands in for its end."""
     written = [
         info.mtime.timestamp()
         for status in ("ok", "failed")

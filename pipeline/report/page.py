@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page with the figures of `report.json` and plots; light, dark, phone and paper.
 
-Nothing is fetched, and every figure is one of `report.json`. Here is what the page says; how it looks is `page.html.j2`
-and `page.css`. The plots are `plots`, comparing runs is `compare`.
+The page fetches nothing, and every figure in it is in `report.json`. This module computes the contents; the layout is
+in `page.html.j2` and `page.css`, plots are drawn by `plots`, and `compare` makes the page for several runs.
 """
 
 import datetime
@@ -79,7 +79,7 @@ def render_report(report: Figures, state: RunState, lanes: Sequence[Lane]) -> st
 
 
 def _badges(report: Figures, state: RunState) -> list[tuple[str, bool]]:
-    """What is said beside the title, and whether it is good."""
+    """Badges beside the title: text, and whether it is good news."""
     name, closed = state["state"], report["books"]["closed"]
     return [(name, name == "finished"), ("books closed" if closed else "books OPEN", closed)]
 
@@ -87,9 +87,11 @@ def _badges(report: Figures, state: RunState) -> list[tuple[str, bool]]:
 def _when(report: Figures, state: RunState) -> str:
     began = datetime.datetime.fromtimestamp(state["sessions"][0]["started_at"], datetime.UTC)
     resumed = f", {len(state['sessions'])} sessions" if len(state["sessions"]) > 1 else ""
-    said = report["estimate"]
+    estimate = report["estimate"]
     expected = (
-        "" if said is None else f" (expected after {count(said['seen_rows'], 'row')}: {duration(said['duration_s'])})"
+        ""
+        if estimate is None
+        else f" (expected after {count(estimate['seen_rows'], 'row')}: {duration(estimate['duration_s'])})"
     )
     return f"{began:%Y-%m-%d %H:%M} UTC, {duration(report['duration_s'])}{expected}{resumed}"
 
@@ -115,7 +117,7 @@ def _cards(report: Figures) -> list[tuple[str, str, str]]:
 
 
 def speed_text(report: Figures, fraction: float) -> str:
-    """What the speedup is of, or why there is none. `fraction`: baseline.fraction."""
+    """Explains how the speedup was measured, or why it was not. `fraction` is baseline.fraction."""
     s, a, failed = report["speedup"], report["agreement"], report["baseline_errors"]
     if s["measured"] is not None:
         text = (
@@ -137,7 +139,7 @@ def speed_text(report: Figures, fraction: float) -> str:
 
 
 def _is_full(report: Figures) -> bool:
-    """Whether every layer of every token was to run."""
+    """True if the run skips nothing."""
     layers, decode = report["model"]["layers"], report["decode"]
     is_deep = all(step == layers for step in report["layers_by_step"]["planned"])
     return is_deep and not decode.keys() & {"ffn_skip", "lossless"} and report["prefill"] == "full"
@@ -151,7 +153,7 @@ def _layers_text(report: Figures) -> str:
 
 
 def _workers_text(report: Figures, lanes: Sequence[Lane]) -> str:
-    """What stands behind the key of the colours."""
+    """The caption of the workers' plot, which follows the legend."""
     end, again, text = report["tail"], report["decoded_again"], ""
     if end:
         text += (
@@ -172,9 +174,9 @@ def _workers_text(report: Figures, lanes: Sequence[Lane]) -> str:
 
 
 def _backends(actors: Sequence[ActorFigures]) -> str:
-    """Whose kernels decoded, and why; empty where no worker said."""
-    told = Counter(f"{own['name']} ({own['reason']})" for actor in actors if (own := actor["backend"]))
-    return "; ".join(f"{text}, {count(workers, 'worker')}" for text, workers in told.most_common())
+    """The back ends that decoded, the reason for each choice, and the number of workers."""
+    found = Counter(f"{own['name']} ({own['reason']})" for actor in actors if (own := actor["backend"]))
+    return "; ".join(f"{text}, {count(workers, 'worker')}" for text, workers in found.most_common())
 
 
 def _errors(report: Figures) -> list[tuple[str, int, list[Example]]]:

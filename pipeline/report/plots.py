@@ -102,8 +102,8 @@ def speedup_plot(report: Figures) -> str:
     bars = [(label, value) for label, value in named if value is not None]
 
     def draw(axes: "Axes", is_narrow: bool) -> None:
-        places = range(len(bars))
-        axes.barh(places, [value for _, value in bars], color=[C1, C3, C3][: len(bars)], height=0.55)
+        rows = range(len(bars))
+        axes.barh(rows, [value for _, value in bars], color=[C1, C3, C3][: len(bars)], height=0.55)
         end = max(value for _, value in bars)
         if s["ci95"] and s["measured"] is not None:
             low, high = s["ci95"]
@@ -111,10 +111,10 @@ def speedup_plot(report: Figures) -> str:
                 [s["measured"]], [0], xerr=[[s["measured"] - low], [high - s["measured"]]], color=FG, capsize=4, lw=1.4
             )
             end = max(end, high)
-        for place, (label, value) in enumerate(bars):
+        for row, (label, value) in enumerate(bars):
             right = s["ci95"][1] if s["ci95"] and label == "measured" else value
-            axes.annotate(f"{value:.2f}x", (right, place), (6, 0), textcoords="offset points", va="center", color=FG)
-        axes.set_yticks(places, [label for label, _ in bars], color=FG)
+            axes.annotate(f"{value:.2f}x", (right, row), (6, 0), textcoords="offset points", va="center", color=FG)
+        axes.set_yticks(rows, [label for label, _ in bars], color=FG)
         axes.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         axes.set(xlim=(0, end * (1.25 if is_narrow else 1.1)), ylim=(len(bars) - 0.5, -0.5))
         axes.set_title("times as fast as full depth (dashed)", loc="left", color=MUTED, fontsize=9.5)
@@ -173,12 +173,12 @@ def workers_plot(lanes: Sequence[Lane], duration_s: float) -> str:
         return [(start / per_unit, length / per_unit) for start, length in spans]
 
     def draw(axes: "Axes", is_narrow: bool) -> None:
-        for place, lane in enumerate(lanes):
-            axes.broken_barh([(0, duration_s / per_unit)], (place - 0.3, 0.6), color=GRID, alpha=0.5)
-            axes.broken_barh(scaled(lane["load"]), (place - 0.3, 0.6), color=C2)
-            axes.broken_barh(scaled(lane["busy"]), (place - 0.3, 0.6), color=C1)
+        for row, lane in enumerate(lanes):
+            axes.broken_barh([(0, duration_s / per_unit)], (row - 0.3, 0.6), color=GRID, alpha=0.5)
+            axes.broken_barh(scaled(lane["load"]), (row - 0.3, 0.6), color=C2)
+            axes.broken_barh(scaled(lane["busy"]), (row - 0.3, 0.6), color=C1)
             at = [moment / per_unit for moment in lane["restarts"]]
-            axes.plot(at, [place - 0.42] * len(at), "v", color=BAD, markersize=6)
+            axes.plot(at, [row - 0.42] * len(at), "v", color=BAD, markersize=6)
         axes.set_yticks(range(len(lanes)), [lane["worker"][: 6 if is_narrow else 12] for lane in lanes])
         axes.set(xlabel=f"{unit} of the run", xlim=(0, duration_s / per_unit), ylim=(len(lanes) - 0.4, -0.75))
         axes.grid(axis="y", visible=False)
@@ -188,7 +188,7 @@ def workers_plot(lanes: Sequence[Lane], duration_s: float) -> str:
 
 
 def time_unit(duration_s: float) -> tuple[str, float]:
-    """In which unit an axis of that length is read, and its seconds."""
+    """The unit for a time axis of that length, and its seconds."""
     return next(
         (unit, seconds)
         for unit, seconds, least in (("hours", 3600.0, 7200), ("minutes", 60.0, 180), ("seconds", 1.0, 0))

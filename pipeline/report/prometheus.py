@@ -1,8 +1,8 @@
-"""What a run says while it runs, on Ray's Prometheus endpoint: every name, in one place.
+"""Live metrics of a run on Ray's Prometheus endpoint; every name is defined here.
 
-Ray puts `ray_` before a name and `_total` behind a counter's. Every series is tagged with `run`, the session's id in
-run.json. `deploy/grafana-dashboard.json` draws these names and no others; a test compares. Use no `_sum` of a
-histogram: Ray's agent makes it from the middles of the buckets.
+Ray prefixes names with `ray_` and ends those of counters with `_total`. Every series is tagged with `run`, the
+session's id in run.json. `deploy/grafana-dashboard.json` draws these names and no others; a test compares. Use no
+`_sum` of a histogram: Ray's agent makes it from the middles of the buckets.
 """
 
 import math
@@ -58,7 +58,7 @@ KINDS: Final = {"counter": Counter, "gauge": Gauge}
 
 
 class LiveMetrics:
-    """Lives in the collector's process; tells Ray what the collector hears."""
+    """Updates Ray's metrics from the records that the collector receives, in its process."""
 
     def __init__(self, run: str, rows_planned: int) -> None:
         self._metrics = {metric.name.removeprefix("skipdecode_"): _make(metric, run) for metric in METRICS}
@@ -80,7 +80,7 @@ class LiveMetrics:
         self._gauges["workers"] = len(self._workers)
         self._add("worker_starts", 1)
         self._add("load_seconds", load_s)
-        self.refresh()  # a start that is told before its worker would look like a restart
+        self.refresh()  # a start reported before its worker would look like a restart
 
     def window_done(self, window: WindowRecord, batches: Sequence[BatchRecord]) -> None:
         self._add("rows", window["rows"] - window["failed"], {"status": "ok"})

@@ -1,4 +1,4 @@
-"""What lies in `metrics/*.parquet`: a record per batch, per part of a window and per start of a worker. Data only.
+"""Schemas of `metrics/*.parquet`: a record per batch, per part of a window and per start of a worker.
 
 In memory, as workers send them, they are the TypedDicts of `pipeline.cluster.records`;
 `pipeline.report.collector` writes and

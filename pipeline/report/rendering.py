@@ -1,6 +1,6 @@
-"""Figures as a reader wants them, and pages from templates: jinja2 with autoescape on, so every value is text.
+"""Formatting of figures, and rendering of pages by jinja2 with autoescape, so that every value is text.
 
-What a page says is `page` and `compare`; the templates (`*.html.j2`) and `page.css` lie beside this file.
+`page` and `compare` supply the contents; the templates (`*.html.j2`) and `page.css` are beside this file.
 """
 
 import json
@@ -36,7 +36,7 @@ def as_text(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A number as one reads it: `-`, 12,345, 0.25."""
+    """A value formatted for reading: `-` for None, 12,345 or 0.25."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -57,6 +57,6 @@ def percent(value: float | None) -> str:
 
 
 def interval(report: Figures) -> str:
-    """Of the measured speedup; empty where there is none."""
+    """The confidence interval of the measured speedup; empty if there is none."""
     ci95 = report["speedup"]["ci95"]
     return f"95 %: {ci95[0]:.2f} to {ci95[1]:.2f}" if ci95 else ""

@@ -1,4 +1,4 @@
-"""What the data files of a run count: rows, tokens, lengths, errors with examples, layers per position.
+"""Counts from the data files of a run: rows, tokens, lengths, errors with examples, layers per position.
 
 One pass, one file in memory at a time; lengths are counted by value, so their number and not the rows' decides on the
 memory. Times are `timeline`.
@@ -39,7 +39,7 @@ class DataTotals:
     """Good rows by `finish_reason`."""
     errors: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[Example]] = field(default_factory=dict)
-    """Of each code the first rows: `id`, `message`."""
+    """The first failed rows of each error code: `id`, `message`."""
     layers_by_length: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Fewest and most `layers_run` of rows with so many generated tokens."""
 

@@ -1,6 +1,6 @@
-"""Where the time of a run went, from its metrics files: tokens over time, work and idleness of each worker.
+"""Where the time of a run went: throughput over time, and busy and idle time of each worker, from the metrics files.
 
-Times are seconds of the run: sessions joined end to end, without the time between a session and its resume.
+Times are seconds of the run: its sessions joined end to end, without the time between a session and its resume.
 """
 
 from collections import defaultdict
@@ -75,11 +75,11 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Windows:
-    """What workers had in hand, part by part: arrays of equal length, since a large run has millions of parts."""
+    """The parts of windows that workers decoded, as arrays of equal length, since a large run has millions of them."""
 
     workers: list[str]
     worker: np.ndarray
-    """Place in `workers`."""
+    """Index into `workers`."""
     started_at: np.ndarray
     ended_at: np.ndarray
     rows: np.ndarray
@@ -88,20 +88,20 @@ class Windows:
 
     @classmethod
     def of(cls, tables: Iterable[pa.Table]) -> "Windows":
-        places: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         columns: list[list[np.ndarray]] = [[np.empty(0, kind)] for kind in ("i4", "f8", "f8", "i4", "i4")]
         for table in tables:
             encoded = table["worker"].combine_chunks().dictionary_encode()
-            known = [places.setdefault(name, len(places)) for name in encoded.dictionary.to_pylist()]
+            known = [numbers.setdefault(name, len(numbers)) for name in encoded.dictionary.to_pylist()]
             window = pc.fill_null(table["window"], -1).to_numpy()
             rest = [table[name].to_numpy() for name in ("started_at", "ended_at", "rows")]
             made = [np.array(known, "i4")[encoded.indices.to_numpy()], *rest, window]
             for column, part in zip(columns, made, strict=True):
                 column.append(part)
-        return cls(list(places), *(np.concatenate(column) for column in columns))
+        return cls(list(numbers), *(np.concatenate(column) for column in columns))
 
     def session(self, clock: Clock, number: int) -> "Windows":
-        """Those that began in that session."""
+        """The parts that began in that session."""
         own = clock.session(self.started_at) == number
         rest = (self.worker, self.started_at, self.ended_at, self.rows, self.window)
         return Windows(self.workers, *(column[own] for column in rest))
@@ -113,10 +113,10 @@ class Windows:
         return ends
 
     def handed_out_until(self) -> float:
-        """A moment after which some worker still began GONE_AFTER_WINDOWS windows of its own, the latest there is.
+        """The latest moment after which some worker still began GONE_AFTER_WINDOWS windows.
 
-        Whoever is free gets the next window, so a worker whose last part ended before that was gone by then: its node
-        left, or the pool shrank.
+        Free workers get the next window, so a worker that decoded nothing after that moment was gone: its node left,
+        or the pool shrank.
         """
         own = self.window > 0
         worker, window, start = self.worker[own], self.window[own], self.started_at[own]
@@ -170,7 +170,7 @@ def actors(starts: Sequence[StoredStart], windows: Windows, clock: Clock) -> lis
 
 
 def tail(windows: Windows, clock: Clock) -> Tail | None:
-    """How long workers of the last session stood still behind their last row while others still decoded.
+    """How long workers of the last session were idle after their last row while others were still decoding.
 
     `duration_s`: from the moment the first of them had nothing left to the end of decoding. `idle_s`: summed over the
     workers. `idle_share`: of the time that all of them had, from the first window on. Workers that `left` before are
@@ -195,7 +195,7 @@ def lanes(starts: Sequence[StoredStart], windows: Windows, clock: Clock, limit: 
     """For the plot: of the first `limit` workers `load` and `busy` spans (start, length) and `restarts`, in seconds of
     the run.
 
-    Busy spans with gaps below a five-hundredth of the run are joined: nobody could see them.
+    Busy spans with gaps below a five-hundredth of the run are joined, since they would be invisible.
     """
     numbers = {name: number for number, name in enumerate(windows.workers)}
     result: list[Lane] = []
@@ -215,7 +215,7 @@ def lanes(starts: Sequence[StoredStart], windows: Windows, clock: Clock, limit: 
 
 
 def _joined(starts: np.ndarray, ends: np.ndarray, gap: float) -> list[tuple[float, float]]:
-    """The spans in order, those less than `gap` apart as one."""
+    """The spans in order; spans less than `gap` apart are merged."""
     order = np.argsort(starts)
     starts, ends = starts[order], np.maximum.accumulate(ends[order])
     is_first = np.ones(len(starts), bool)
@@ -225,7 +225,7 @@ def _joined(starts: np.ndarray, ends: np.ndarray, gap: float) -> list[tuple[floa
 
 
 def _by_worker(starts: Sequence[StoredStart]) -> dict[str, list[StoredStart]]:
-    """In the order in which they were ready."""
+    """Starts grouped by worker, in the order in which they became ready."""
     grouped: dict[str, list[StoredStart]] = defaultdict(list)
     for start in sorted(starts, key=lambda one: one["ready_at"]):
         grouped[start["worker"]].append(start)

@@ -1,6 +1,7 @@
-"""What `python -m jobs.finetune` can be told: one frozen tree, as for `jobs.generate` (`pipeline.config.job`).
+"""The configuration of `jobs.finetune` and `jobs.distill`: one frozen tree, as for `jobs.generate`.
 
-Shapes and types only; what needs a checkpoint, the data or a cluster is checked by `pipeline.training.plan`.
+Only types and ranges are checked here. What needs a checkpoint, the data or a cluster is checked by
+`pipeline.training.plan`.
 """
 
 from collections.abc import Sequence
@@ -54,9 +55,10 @@ class FinetuneData(Section):
     response_column: Annotated[str, Field(min_length=1)] = "response"
     """Column of the responses; the loss counts their tokens alone."""
     bad_rows: Literal["fail", "skip"] = "fail"
-    """What becomes of rows without a response, of broken lines, and of pairs longer than the model's context."""
+    """What to do with rows without a response, broken lines, and pairs longer than the model's context."""
     made_names_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of E2E pairs whose names are replaced by made ones (`pipeline.demo.corpus`); 0 for any other data."""
+    """Share of E2E pairs in which names are replaced by invented ones, so that the model copies them from the prompt;
+    0 for any other data."""
 
     @field_validator("path", "validation", mode="before")
     @classmethod
@@ -65,18 +67,18 @@ class FinetuneData(Section):
 
 
 class LoraSection(Section):
-    """A LoRA adapter: low-rank matrices beside the linear layers are trained, and the model stays as it is."""
+    """A LoRA adapter: low-rank updates of the linear layers are trained, and the model is frozen."""
 
     rank: Annotated[int, Field(ge=1)] = 16
-    """Columns of B, rows of A."""
+    """The rank of the update B A."""
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """B A counts times alpha / rank; null: twice `rank`."""
+    """The update is scaled by alpha / rank; null: twice `rank`."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Linear layers by their last names, e.g. [q_proj, v_proj]; null: all of each layer."""
 
 
 class TrainSection(Section):
-    """The recipe; all but the last group decides what comes out, so a resumed run must agree in it."""
+    """The recipe. All keys but the last group change the result, so a resumed run must agree in them."""
 
     schedules: Annotated[tuple[dict[str, JsonValue], ...], Field(min_length=1)] = (
         {"method": "full"},
@@ -87,11 +89,12 @@ class TrainSection(Section):
     )
     """`decode:` mappings. `prefill: swiftkv` beside their keys: with the prompt under SwiftKV."""
     draw: Literal["one", "all"] = "one"
-    """What a step takes of `schedules`: one of them by chance, or all, and their mean loss. all: layers run
-    prompts once for all, and full depth once. It pays where prompts are long, and takes memory for each of them."""
+    """one: each step trains one schedule, drawn at random. all: each step trains all of them and takes the mean loss;
+    prompts and full depth run once for all. That pays off for long prompts and needs memory for every schedule."""
     default_schedule: dict[str, JsonValue] | None = None
-    """What `jobs.generate` takes when it is told nothing; null: skipdecode at speedup 2 if that is in `schedules`,
-    else the first of them that skips, else full depth; of those without `prefill: swiftkv`, if there are any."""
+    """The schedule that the checkpoint carries, which jobs use by default; null: skipdecode at speedup 2 if that is in
+    `schedules`, otherwise the first schedule that skips layers, otherwise full depth. Schedules without
+    `prefill: swiftkv` are preferred."""
     horizon: Annotated[int, Field(ge=1)] = 63
     """Decode steps over which the depth falls: `sampling.max_new_tokens` of later jobs, less one."""
     epochs: Annotated[float, Field(gt=0)] = 3
@@ -101,38 +104,38 @@ class TrainSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """The peak, reached at the end of the warm-up."""
     final_learning_rate: Annotated[float, Field(ge=0, validate_default=True)] = 2e-5
-    """What it falls to, linearly, at the last step; not above `learning_rate`."""
+    """The learning rate at the last step, reached by linear decay; at most `learning_rate`."""
     warmup_steps: Annotated[int, Field(ge=1)] = 300
     """Steps in which the learning rate rises to its peak; a training of no more steps than that takes a tenth of its
     own."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Of AdamW."""
+    """The betas of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Of AdamW."""
+    """The weight decay of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
     distill: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the loss that is the divergence from the teacher at full depth instead of the data."""
+    """Share of the loss that is the KL divergence from the teacher at full depth; the rest is the loss on the data."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Of the distributions that are compared; the divergence counts times its square."""
+    """Temperature of the distributions that distillation compares; the divergence is multiplied by its square."""
     hidden: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the mean squared difference from the teacher's last states, beside the above."""
+    """Weight of an extra loss: the mean squared difference from the teacher's last hidden states."""
     trainable: Literal["all", "swiftkv"] = "all"
-    """swiftkv: the weights that SwiftKV adds; the model itself stays as it is."""
+    """all: the whole model. swiftkv: only the weights that SwiftKV adds."""
     fit_pairs: Annotated[int, Field(ge=0)] = 0
-    """Where new weights for SwiftKV begin: keys and values by least squares over so many pairs, at most all; 0: copies
-    of the model's own, the mean of each group."""
+    """Pairs over which SwiftKV's new key and value projections are initialised by least squares; 0: they start as
+    copies of the model's own, averaged over each group."""
     lora: LoraSection | None = None
-    """Trains an adapter for `model.source`, saved as a folder of PEFT (`model.adapter` of later jobs), in place of the
-    model; null: the model itself."""
+    """Trains a LoRA adapter for `model.source` instead of the model, and saves it as a PEFT folder, which later
+    jobs take as `model.adapter`; null: trains the model."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: autocast; weights and optimiser stay float32."""
     validate_every: Annotated[int, Field(ge=1)] = 500
-    """Steps, as the next ones."""
+    """Steps between validations."""
     validation_rows: Annotated[int, Field(ge=1)] = 512
-    """Pairs of `data.validation` to use at most."""
+    """At most so many pairs of `data.validation` are used."""
     seed: int = 0
-    """Decides on weights from scratch, the order of pairs, and the schedule of each step."""
+    """Seed of initial weights, of the order of pairs, and of the schedule of each step."""
 
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Micro-batches that a worker's share of a step is cut into."""
@@ -143,7 +146,7 @@ class TrainSection(Section):
     log_every: Annotated[int, Field(ge=1)] = 20
     """Steps between two lines of the log."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 200
-    """At least so often: every best validation is a checkpoint too."""
+    """Steps between checkpoints; every best validation is saved as a checkpoint, too."""
 
     @field_validator("final_learning_rate")
     @classmethod
@@ -170,7 +173,7 @@ class WorkersSection(Section):
     threads: Annotated[int, Field(ge=1)] | None = None
     """torch threads of each worker; null: its share of the cores."""
     max_failures: Annotated[int, Field(ge=0)] = 2
-    """How often Ray Train starts dead workers again, from the last checkpoint."""
+    """How often Ray Train restarts dead workers, from the last checkpoint."""
 
 
 class FinetuneOutput(OutputConfig):

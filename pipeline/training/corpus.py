@@ -1,6 +1,6 @@
-"""The pairs of a fine-tuning as tokens, and the tokenizer that makes them. All errors: `ConfigError`.
+"""The training pairs as tokens, and their tokenizer. Every error is a `ConfigError`.
 
-How files become pairs is `pipeline.input.training_pairs`. Nothing is written here.
+Files are read by `pipeline.input.training_pairs`. Nothing is written here.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Corpus:
 
     texts: Texts
     is_cut: list[bool]
-    """Whether the response of each goes on beyond its last word (`input.pairs`)."""
+    """For each pair, True if its response was cut and so has no end to be learnt."""
     tokens: list[Pair]
     problems: list[str]
 

@@ -1,7 +1,7 @@
-"""`jobs.distill` as a library call: SwiftKV's weights for a model, taken from it and taught by it.
+"""`jobs.distill` as a library call: adds SwiftKV's weights to a model and distils them from it.
 
-The training is `finetune`, with the recipe of the paper for defaults; `init_swiftkv` writes what it starts from,
- which is enough to run, to time and to test SwiftKV, while its texts are far from the teacher's.
+Training is that of `finetune` with the recipe of the paper as defaults. `init_swiftkv` writes the untrained starting
+point, which is enough to run and time SwiftKV, although its texts are far from the teacher's.
 """
 
 from pathlib import Path
@@ -56,7 +56,7 @@ def with_defaults(tree: dict[str, Json], defaults: dict[str, Json] | None = None
 
 
 def read_pairs(data: FinetuneData, folder: Path, model_config: DecoderConfig) -> list[Pair]:
-    """Of `data.path`, as tokens of the model in `folder`."""
+    """The pairs of `data.path`, as tokens of the model in `folder`."""
     _, tokenizer = make_tokenizer(folder, model_config, [], None)
     corpus = encode(scan(data, "path"), tokenizer, model_config)
     refuse_bad_rows(corpus, "data.path", data)
@@ -69,7 +69,7 @@ class SwiftKVShape(TypedDict):
 
 
 class NewSwiftKV(TypedDict):
-    """What `init_swiftkv` wrote."""
+    """What `init_swiftkv` reports."""
 
     output: str
     swiftkv: SwiftKVShape
@@ -102,10 +102,10 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
     loaded = load_model(folder, adapter=adapter, dtype=torch.float32 if fits else dtype)
     model = loaded.with_swiftkv(shape.kv_layers, shape.group_size)
     if fits:
-        said: list[str] = []
-        with LiveLine(lambda: said[-1] if said else None):
+        lines: list[str] = []
+        with LiveLine(lambda: lines[-1] if lines else None):
             recipe = train_config(config.train)
-            fit_swiftkv(model, pairs, recipe, lambda line: said.append(fitting(line["fitted"], line["fit_pairs"])))
+            fit_swiftkv(model, pairs, recipe, lambda line: lines.append(fitting(line["fitted"], line["fit_pairs"])))
     with written_whole(target) as staging:
         save_model(model, staging, dtype=dtype)
         for name, content in tokenizer_files(folder).items():

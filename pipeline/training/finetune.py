@@ -1,7 +1,7 @@
-"""One fine-tuning from configuration to a model folder: check everything, train on Ray Train, report.
+"""Fine-tuning from a configuration to a model folder: check everything, train on Ray Train, report.
 
-No training happens in this process: Ray Train starts the workers (`worker`), starts them again when one
-dies, and this process watches the log that they write.
+This process does not train. Ray Train starts the workers (`worker`) and restarts them when one dies, and this process
+follows the log that they write.
 """
 
 import os

@@ -1,9 +1,9 @@
 """The output folder of a fine-tuning: the model itself, and under `training/` what a resume and a reader need.
 
-Whatever is visible under its final name is whole: every file is written beside its place and renamed. A checkpoint is
-one file, so no manifest can disagree with it (Ray Train's own manifest of checkpoints is rewritten in place, and a kill
-at that moment leaves a run that cannot be restored). Only rank 0 and the driver write, never at the same time. Local or
-shared filesystems; no object stores.
+A file that is visible under its final name is complete, since every file is written under a temporary name and
+renamed. A checkpoint is one file, so no manifest can disagree with it (Ray Train's own manifest of checkpoints is
+rewritten in place, and a kill at that moment leaves a run that cannot be restored). Only rank 0 and the driver write,
+never at the same time. Local or shared filesystems; no object stores.
 """
 
 import json
@@ -37,7 +37,7 @@ MODEL_FILES = (
 OURS = (*MODEL_FILES, "training.json", "training")  # the last holds run.json, which says that the rest is ours
 
 LoadedT = TypeVar("LoadedT")
-"""What a checkpoint file is read as."""
+"""The type that a checkpoint file is read into."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TrainingFolder:
         return any((self.root / name).is_file() for name in WEIGHTS)
 
     def check(self, if_exists: str) -> TrainingState | None:
-        """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
+        """The state of the run to resume, or None for a new one; ConfigError if the folder is taken."""
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError("output.path", f"{self.root} is a file")
         state = self.read_state()

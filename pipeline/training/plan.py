@@ -1,4 +1,4 @@
-"""What is checked before a fine-tuning starts: base model, schedules, pairs, output folder. All errors: `ConfigError`.
+"""Checks before fine-tuning starts: base model, schedules, pairs, output folder. Every error is a `ConfigError`.
 
 Nothing is written here, and Ray is not started.
 """
@@ -46,7 +46,7 @@ class PlannedTraining:
 
     config: FinetuneConfig
     train: TrainConfig
-    """With the warm-up that holds (`settle_warmup`)."""
+    """The recipe, with the warm-up that `settle_warmup` chose."""
     folder: TrainingFolder
     earlier: TrainingState | None
     """`training/run.json` of the run to resume."""
@@ -55,7 +55,7 @@ class PlannedTraining:
     adapter: Path | None
     """The folder of the adapter to start from."""
     model_config: DecoderConfig
-    """With the schedule and the SwiftKV shape that the result carries."""
+    """The model's configuration, with the schedule and the SwiftKV shape that the result will carry."""
     teacher: Path | None
     """The folder of the teacher; None: the model itself."""
     tokenizer: Files
@@ -132,7 +132,7 @@ def train_config(section: TrainSection) -> TrainConfig:
 
 
 def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, log: Log) -> int:
-    """How many of `steps` the learning rate rises in: as asked, or a tenth of them where it would not fall again.
+    """The number of warm-up steps: as asked, or a tenth of `steps` if the training is shorter than that.
 
     A resumed run keeps its own, which `training/run.json` says.
     """
@@ -161,7 +161,7 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState
 
 
 def _check_model(model: FinetuneModel) -> tuple[Path | None, DecoderConfig, Path | None]:
-    """Where the weights are, their shape, and where their adapter is."""
+    """The folder of the weights, their configuration, and the folder of the adapter."""
     if model.source is None:
         if model.adapter is not None:
             raise ConfigError("model.adapter", "an adapter is for a trained model; give model.source")
@@ -259,7 +259,7 @@ def _fingerprint(
 
 
 def stored_dtype(config: FinetuneConfig, model_config: DecoderConfig) -> str:
-    """Of the weights in the output, the default settled."""
+    """The dtype of the stored weights, with the default resolved."""
     if config.output.dtype is not None or config.train.trainable == "all":
         return config.output.dtype or ("bfloat16" if config.train.lora is None else "float32")
     return model_config.torch_dtype if model_config.torch_dtype in ("float32", "bfloat16", "float16") else "float32"

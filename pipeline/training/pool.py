@@ -1,4 +1,4 @@
-"""How many training workers run and what each asks for; a pool that cannot fit is a `ConfigError`, not a wait.
+"""The number of training workers and their resources; a pool that does not fit is a `ConfigError` instead of a wait.
 
 The counterpart of `pipeline.cluster.pool.plan_pool` for Ray Train, which starts all workers at once or none.
 """

@@ -1,4 +1,4 @@
-"""What a training writes down: lines of `training/log.jsonl`, `training/run.json`, `training.json`.
+"""Types of what a training writes: lines of `training/log.jsonl`, `training/run.json` and `training.json`.
 
 Types, and no more; who writes them is `worker` (the log) and `finetune` (the rest).
 """
@@ -37,7 +37,7 @@ class LossLine(TypedDict):
 
     step: int
     steps: int
-    """Of the whole training."""
+    """Steps of the whole training."""
     epoch: float
     elapsed_s: float
     train_loss: float
@@ -52,7 +52,7 @@ class ValidationLine(TypedDict):
     epoch: float
     elapsed_s: float
     validation_loss: dict[str, float]
-    """By schedule, in nats per response token."""
+    """Loss by schedule, in nats per response token."""
     mean: float
 
 
@@ -75,7 +75,7 @@ class TrainingRecord(TypedDict):
     best: ValidationLine
     steps: int
     warmup_steps: int
-    """As it held; `config` has what was asked for."""
+    """The warm-up that was used; `config` has the one that was asked for."""
     duration_s: float
     pairs: int
     validation_pairs: int
@@ -89,14 +89,14 @@ class TrainingRecord(TypedDict):
 
 
 class TrainingState(TypedDict):
-    """`training/run.json`: whose folder this is, and how far it came."""
+    """`training/run.json`: marks the folder as ours, and says how far the training got."""
 
     version: str
-    """Of the project; versions before 1.0 wrote none."""
+    """Version of skipdecode-ray that wrote it."""
     state: Literal["running", "interrupted", "finished"]
     fingerprint: Fingerprint
     warmup_steps: int
-    """As it held; `config` has what was asked for."""
+    """The warm-up that was used; `config` has the one that was asked for."""
     config: dict[str, Json]
     record: NotRequired[TrainingRecord]
-    """Of a finished run."""
+    """Only in a finished run."""

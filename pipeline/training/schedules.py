@@ -1,4 +1,4 @@
-"""The schedules of a training, and the one that its checkpoint will carry. All errors: `ConfigError`."""
+"""The schedules of a training, and the one that its checkpoint will carry. Every error is a `ConfigError`."""
 
 from typing import TypeAlias
 
@@ -29,13 +29,16 @@ def check_schedules(train: TrainSection, model_config: DecoderConfig) -> tuple[D
         raise ConfigError("train.schedules", "none has prefill: swiftkv, which model.swiftkv is for")
     default = _default_of(train)
     if "prefill" in default:
-        raise ConfigError("train.default_schedule.prefill", "a checkpoint carries no prefill; jobs.generate is told it")
+        raise ConfigError(
+            "train.default_schedule.prefill",
+            "a checkpoint carries no prefill method; set prefill.method in jobs.generate",
+        )
     _check_schedule("train.default_schedule", default, train.horizon, model_config)
     return _carried(default, train.horizon), [_carried(decode, train.horizon) for decode in train.schedules]
 
 
 def _carried(decode: Decode, horizon: int) -> Decode:
-    """With its method and the horizon that it is trained with."""
+    """The mapping with its method, and with the horizon that it is trained for."""
     carried: Decode = {"method": "skipdecode"}
     carried |= {key: value for key, value in decode.items() if value is not None}
     if "horizon" in METHODS[str(carried["method"])].keys:

@@ -1,7 +1,7 @@
-"""What each Ray Train worker runs: builds the model, finds the last checkpoint, trains, and (rank 0) writes.
+"""The function that each Ray Train worker runs: build the model, load the last checkpoint, train; rank 0 writes.
 
-A start, a resume and the restart of a dead worker are one path: go on from the newest whole checkpoint of the folder.
-The loop itself is `actors.training.trainer`, which knows no Ray.
+A start, a resume and the restart of a dead worker follow the same path: continue from the newest complete checkpoint.
+The loop itself is `actors.training.trainer`, which does not depend on Ray.
 """
 
 import datetime
@@ -36,29 +36,29 @@ business."""
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a worker is told."""
+    """What a worker needs to know."""
 
     folder: Path
     source: str | None
     """The checkpoint to start from, as the workers find it; None: from scratch."""
     config: DecoderConfig
-    """With the schedule that the result carries."""
+    """The model's configuration, with the schedule that the result will carry."""
     teacher: str | None
     """The checkpoint that distillation compares with; None: full depth of the model itself."""
     teacher_adapter: str | None
     """Merged into it."""
     train: TrainConfig
     dtype: str
-    """Of the stored weights."""
+    """The dtype of the stored weights."""
     threads: int
     pairs: "ray.ObjectRef[tuple[list[Pair], list[Pair]]]"
     """Training and validation pairs, as tokens."""
     lora: LoraShape | None
-    """The adapter that is trained in place of the model."""
+    """The adapter that is trained instead of the model."""
     adapter: str | None
     """The one to start from, as the workers find it: trained on with `lora`, else merged."""
     base: str
-    """What the adapter says it is for: the model, as the configuration names it."""
+    """The base model that the adapter names: `model.source` as configured."""
 
 
 class WorkerSettings(TypedDict):
@@ -80,7 +80,7 @@ class Failed:
 
 
 def run_worker(settings: WorkerSettings) -> Trained | Failed:
-    """Trains as one of the workers, to the end."""
+    """Trains as one of the workers."""
     job = settings["job"]
     torch.set_num_threads(job.threads)
     device = ray.train.torch.get_device()
@@ -148,7 +148,7 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
 
 
 def describe(device: torch.device) -> dict[str, Json]:
-    """Where and with what it trains from here on: rank 0's process and device."""
+    """The process, device and versions of rank 0, for the log."""
     here: dict[str, Json] = {
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
