@@ -8,7 +8,8 @@ B rows, P prompt columns, N new tokens, V vocabulary.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,10 +20,9 @@ from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.logprobs import LogprobRecorder, give
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
-from skipdecode.engine.prefix_sharing import PrefixSharing, SharedPrompts
+from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
 from skipdecode.engine.results import BatchStats
-from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ffn_executor
 from skipdecode.model.sampler import Sampler
@@ -58,58 +58,50 @@ class StaticBatch:
         """`compact_at`: ended rows are dropped once at most this share of the batch is running (0: never, 1: at once).
         `check_every`, `max_pending`: None for the device's defaults. The others are as in `generate`."""
         assert requests, "an empty batch"
-        begun = now(model.device)
+        begun, device, is_fixed = now(model.device), model.device, batch_rows is not None
         refuse_too_long(requests, model.config.max_position_embeddings)
-        self.model, self.schedule, self._graphs = model, schedule, graphs
+        self.model, self.schedule, self._graphs, self._decode_text = model, schedule, graphs, decode_text
         self.rows = [Row(request) for request in requests]
-        self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[model.device.type]
-        self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(
-            model.device
-        )  # with the indices of rows, and the rows that want log-probabilities
-        self._max_pending = MAX_PENDING[model.device.type] if max_pending is None else max_pending
-        self._decode_text = decode_text
         self.num_new = max(request.sampling.max_new_tokens for request in requests)
-        self._has_fixed_shape = has_fixed_shape = batch_rows is not None
-        self._shared: SharedPrompts | None = None
+        self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[device.type]
+        self._longest = max(len(r.prompt_tokens) for r in requests)
+
+        # prompts and their cache; `_feed(plan, return_argmax=...)` feeds them
+        allocate = partial(
+            allocate_cache, model, schedule=schedule, num_new=self.num_new, is_masked=is_fixed, graphs=graphs
+        )
+        self._feed: Callable[..., Tensor]
         if sharing is None:
-            self._prompt, num_pad, paddings = pad_prompts(model, requests, prompt_columns, batch_rows)
-            self._cache = self._allocate(num_pad, self._prompt.shape[1], paddings=paddings)
+            tokens, num_pad, paddings = pad_prompts(model, requests, prompt_columns, batch_rows)
+            self._cache = allocate(num_pad, tokens.shape[1], paddings=paddings)
+            self._feed = partial(feed_prompts, model, tokens, self._cache, in_equal_parts=is_fixed)
         else:
-            assert not has_fixed_shape, "a fixed shape must not depend on the other rows"
-            self._shared = shared_prompts(model, requests, schedule, sharing, self._allocate, copies=graphs is not None)
-            self._cache = self._shared.cache
-        self._longest, num_rows = max(len(r.prompt_tokens) for r in requests), len(self._cache.num_pad)
+            assert not is_fixed, "a fixed shape must not depend on the other rows"
+            shared = shared_prompts(model, requests, schedule, sharing, allocate, copies=graphs is not None)
+            self._cache, self._feed = shared.cache, shared.feed
+
+        # rows of the batch on the device, including those that pad a fixed shape
+        num_rows = len(self._cache.num_pad)
         empty = num_rows - len(requests)
         ids = [r.id for r in requests] + [""] * empty
         samplings = [r.sampling for r in requests] + [Sampling()] * empty
-        self._sampler = Sampler(ids, samplings, self.num_new, model.device)
-        gather = model.device.type == "cpu" and not has_fixed_shape  # on GPUs it would wait for the device
-        self._ffns = ffn_executor(schedule, num_rows, model.device, gather=gather)
-        self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; padding rows of a fixed shape follow
-        self._made: list[Tensor] = []  # [B] each, not yet sent to the host
-        self._logprobs = LogprobRecorder(self.rows, model.device)
-        self._num_made = 0
-        num_input = sum(len(r.prompt_tokens) for r in requests)
-        saved = 0 if sharing is None else sharing.tokens_saved
-        self.stats = BatchStats(
-            len(self.rows),
-            self._longest if prompt_columns is None else prompt_columns,
-            num_input,
-            prefix_tokens_saved=saved,
-            cache_bytes=self._cache.nbytes,
-            prefill_s=now(model.device) - begun,
-        )
+        self._sampler = Sampler(ids, samplings, self.num_new, device)
+        gather = device.type == "cpu" and not is_fixed  # on GPUs it would wait for the device
+        self._ffns = ffn_executor(schedule, num_rows, device, gather=gather)
 
-    def _allocate(self, num_pad: Tensor, columns: int, *, paddings: Sequence[int] | None = None) -> KVCache:
-        return allocate_cache(
-            self.model,
-            num_pad,
-            columns,
-            self.schedule,
-            self.num_new,
-            is_masked=self._has_fixed_shape,
-            graphs=self._graphs,
-            paddings=paddings,
+        # output: generated tokens [B] that are not yet sent to the host, and those on their way
+        self._num_made, self._made = 0, list[Tensor]()
+        self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; padding rows follow
+        self._logprobs = LogprobRecorder(self.rows, device)
+        self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(device)  # of these rows
+        self._max_pending = MAX_PENDING[device.type] if max_pending is None else max_pending
+        self.stats = BatchStats(
+            rows=len(self.rows),
+            prompt_columns=self._longest if prompt_columns is None else prompt_columns,
+            input_tokens=sum(len(r.prompt_tokens) for r in requests),
+            prefix_tokens_saved=0 if sharing is None else sharing.tokens_saved,
+            cache_bytes=self._cache.nbytes,
+            prefill_s=now(device) - begun,
         )
 
     @property
@@ -126,19 +118,8 @@ class StaticBatch:
     def prefill(self) -> None:
         """Feeds the prompts and generates y_0."""
         start = now(self.model.device)
-        plan = self.schedule.prefill()
-        if self._shared is not None:
-            made = self._shared.feed(plan, return_argmax=self._needs_argmax_only)
-            self._shared = None  # releases prefixes that have been copied
-        else:
-            made = feed_prompts(
-                self.model,
-                self._prompt,
-                self._cache,
-                plan,
-                in_equal_parts=self._has_fixed_shape,
-                return_argmax=self._needs_argmax_only,
-            )
+        made = self._feed(self.schedule.prefill(), return_argmax=self._needs_argmax_only)
+        del self._feed  # releases the prompts, and prefixes that have been copied
         self._choose(made)
         self.stats.prefill_s += now(self.model.device) - start
         self._read_output_if_due()
