@@ -27,7 +27,7 @@ from skipdecode.schedules.from_config import listed_schedule
 from skipdecode.schedules.plan import Schedule
 from skipdecode.training.lora import lora_modules
 from skipdecode.training.loss import ResponseLoss
-from skipdecode.training.swiftkv_init import KVFit
+from skipdecode.training.swiftkv_init import SwiftKVLeastSquares
 
 SORTED_BATCHES = 50  # rows are sorted by length within chunks of this many batches: little padding, still shuffled
 
@@ -149,7 +149,7 @@ def fit_swiftkv(
     rank, world = rank_and_size()
     chosen = random.Random(f"{config.seed} fit").sample(pairs, min(config.fit_pairs, len(pairs)))
     rows = max(1, config.batch_size // (world * config.accumulate))
-    fit = KVFit(model)
+    fit = SwiftKVLeastSquares(model)
     for number, batch in enumerate(length_sorted_batches(chosen, rows, f"{config.seed} fit")[rank::world], start=1):
         with _autocast(model.device, config.precision):
             fit.add(teacher_batch(batch, model.config.filler_token_id, model.device))

@@ -1,8 +1,8 @@
-"""Training of LoRA adapters (arXiv 2106.09685): A and B beside the linear layers of a frozen model, and the PEFT folder
-that they are saved as.
+"""LoRA adapters (arXiv 2106.09685) for training: A and B beside the linear layers of a frozen model, saved as PEFT
+does.
 
-x W^T + scale * x A^T B^T, where A begins as PEFT begins it and B as zeros. How an adapter is read and merged is
-`skipdecode.checkpoint.lora_adapter`; the loop is `actors.training.trainer`.
+A layer computes x W^T + scale * x A^T B^T, with A initialised as by PEFT and B with zeros. Adapters are read and merged
+in `skipdecode.checkpoint.lora_adapter`; the training loop is `actors.training.trainer`.
 
 B rows, T columns, r the rank.
 """
@@ -34,26 +34,26 @@ LINEARS = ("qkv", "out_proj", "fc1", "fc2")  # of a layer
 class LoraShape:
     rank: int
     alpha: float
-    """What B A counts times is alpha / rank."""
+    """The scale of B A is alpha / rank."""
     targets: tuple[str, ...]
-    """Last names of linear layers, as Hugging Face has them: q_proj, fc1, ..."""
+    """Last components of Hugging Face's names of linear layers: q_proj, fc1, ..."""
 
 
 class Lora(nn.Module):
-    """A and B for some parts of a fused linear layer: `parts` are (last name, rows) of all of them, in their order."""
+    """A and B for some parts of a fused linear layer. `parts`: (last name, rows) of all parts, in order."""
 
     def __init__(self, linear: Linear, parts: Sequence[tuple[str, int]], shape: LoraShape) -> None:
         super().__init__()
         self.parts, self.scale = tuple(parts), shape.alpha / shape.rank
         own, new = [(name, rows) for name, rows in parts if name in shape.targets], linear.weight.new_zeros
-        self._own = [name for name, _ in own]  # in this order; a ParameterDict has another
+        self._own = [name for name, _ in own]  # ParameterDict does not keep this order
         self.a = nn.ParameterDict({name: new(shape.rank, linear.in_features) for name, _ in own})
         self.b = nn.ParameterDict({name: new(rows, shape.rank) for name, rows in own})
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x [B, T, in] and what the layer makes of it, y [B, T, out] -> y with the adapter.
+        """Adds the adapter to y [B, T, out], the layer's output for x [B, T, in].
 
-        One product more than the layer's own, whatever the parts: cutting y up and joining it costs more than zeros.
+        All parts are one product with zero blocks, which is faster than splitting y and joining it again.
         """
         a = self.scale * torch.cat([self.a[name] for name in self._own])  # [r x parts with an adapter, in]
         z = F.linear(x, a)
@@ -71,14 +71,14 @@ class Lora(nn.Module):
 
 
 def linear_names(config: DecoderConfig) -> list[str]:
-    """Last names of the linear layers of a layer: what `LoraShape.targets` may have."""
+    """The names that `LoraShape.targets` may contain."""
     return [name.rpartition(".")[2] for part in LINEARS for name in config.layer_parts[part]]
 
 
 def add_lora(model: Decoder, shape: LoraShape, seed: int, start: Adapter | None = None) -> None:
-    """Puts A and B beside the target layers of `model`, which then is for training alone: those of `start`, which has
-    that shape (`check_start`). Without it A is the same for a seed on every device, and what the model computes stays,
-    as B is zero."""
+    """Adds A and B to the target layers of `model`, which can then only be trained. They start from the adapter
+    `start`, which must have that shape (`check_start`). Without it A depends only on the seed, not on the device, and B
+    is zero, so that the model's outputs do not change."""
     assert not model.is_packed, "packed weights cannot be trained"
     generator = torch.Generator().manual_seed(seed)
     for number, layer in enumerate(model.layers):
@@ -102,7 +102,7 @@ def add_lora(model: Decoder, shape: LoraShape, seed: int, start: Adapter | None 
 
 
 def check_start(folder: Path, shape: LoraShape, config: DecoderConfig) -> None:
-    """ValueError, which blames `model.adapter`, where the adapter in `folder` cannot be trained on in that shape."""
+    """ValueError, which names `model.adapter`, if training cannot continue from the adapter in `folder`."""
     with torch.device("meta"):
         adapter = adapter_of(folder, Decoder(config))
     wanted = {
@@ -125,7 +125,7 @@ def check_start(folder: Path, shape: LoraShape, config: DecoderConfig) -> None:
 
 
 def lora_modules(module: nn.Module) -> list[Lora]:
-    """Those that `add_lora` made; none: the model has no adapter."""
+    """The modules that `add_lora` has added; empty for a model without an adapter."""
     return [one for one in module.modules() if isinstance(one, Lora)]
 
 

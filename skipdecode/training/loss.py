@@ -1,6 +1,7 @@
-"""Training under schedules: the losses. The passes are those of `skipdecode.model.teacher_forcing`, and
-`skipdecode.training.shared_prompt` for
-several schedules at once; the loop, the optimiser and the files are `actors.training.trainer`.
+"""Losses of training under schedules.
+
+The forward passes are `skipdecode.model.teacher_forcing` and, for several schedules at once,
+`skipdecode.training.shared_prompt`; the loop, the optimiser and the files are in `actors.training.trainer`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import IGNORE, TeacherBatch, teacher_forced_logits, teacher_forced_states
 from skipdecode.schedules.plan import FullDepth, Schedule
-from skipdecode.training.shared_prompt import Branches
+from skipdecode.training.shared_prompt import SharedPromptForward
 
 
 def response_loss(model: Decoder, batch: TeacherBatch, schedule: Schedule) -> Tensor:
@@ -25,13 +26,13 @@ def response_loss(model: Decoder, batch: TeacherBatch, schedule: Schedule) -> Te
 
 
 class ResponseLoss(nn.Module):
-    """The losses as a module, so that DDP and FSDP can wrap it: each summed over the batch's response tokens.
+    """The loss of each schedule, summed over the batch's response tokens, as a module that DDP and FSDP can wrap.
 
-    Sums, because the mean belongs to the whole step: its micro-batches and workers hold different numbers of tokens.
-    `distill` in 0..1 is the share of the divergence from a teacher instead of the data: KL(teacher || model) of the
-    distributions at `temperature`, times its square (Hinton et al. 2015). `hidden` adds so much of the mean squared
-    difference of the states before the head. The teacher runs at full depth, without a gradient; none given: the model
-    itself, and without SwiftKV, so that a frozen base teaches the weights that were added to it.
+    Losses are sums because micro-batches and workers hold different numbers of tokens; the step divides by all of them.
+    `distill` in 0..1 is the weight of a teacher against the data: KL(teacher || model) at `temperature`, times its
+    square (Hinton et al. 2015). `hidden` weighs the mean squared difference of the states before the LM head. The
+    teacher runs at full depth without gradients. Without one the model teaches itself, without SwiftKV, so that a
+    frozen base teaches the weights that were added to it.
     """
 
     def __init__(
@@ -49,14 +50,15 @@ class ResponseLoss(nn.Module):
         self.distill, self.temperature, self.hidden = distill, temperature, hidden
         self.recompute = recompute
         self.full = FullDepth(model.config.num_hidden_layers)
-        self._teacher = () if teacher is None else (teacher,)  # in a tuple: no submodule, so nobody trains or saves it
+        # in a tuple, so that it is no submodule, and is neither trained nor saved
+        self._teacher = () if teacher is None else (teacher,)
 
     def forward(self, batch: TeacherBatch, *schedules: Schedule) -> Tensor:
-        """[number of schedules]: nats of each."""
+        """[number of schedules] in nats."""
         kept = batch.targets != IGNORE
         states_of = self._passes(batch, schedules)
         states = {one: found[kept] for one, found in zip(schedules, states_of(schedules), strict=True)}
-        taught = self._taught(batch, states_of, states, kept) if self._learns(schedules) else None
+        taught = self._taught(batch, states_of, states, kept) if self._has_teacher(schedules) else None
         call = partial(checkpoint, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else _call
         losses = []
         for schedule in schedules:
@@ -65,16 +67,16 @@ class ResponseLoss(nn.Module):
         return torch.stack(losses)
 
     def _passes(self, batch: TeacherBatch, schedules: Sequence[Schedule]) -> "Passes":
-        """What gives the states [B, T, D] of schedules. Prompts apart from responses only where that saves work: it
-        takes memory."""
+        """The function that computes the states [B, T, D] of schedules. Prompts are only separated from responses where
+        that saves work, because it takes memory."""
         if len(schedules) > 1 or schedules[0].prefill().kv_layers is not None:
-            return Branches(self.model, batch, recompute=self.recompute).states
+            return SharedPromptForward(self.model, batch, recompute=self.recompute).states
         return lambda asked: [teacher_forced_states(self.model, batch, one, recompute=self.recompute) for one in asked]
 
-    def _learns(self, schedules: Sequence[Schedule]) -> bool:
-        """Whether any of them has somebody to learn from."""
-        has_teacher = bool(self._teacher) or set(schedules) != {self.full}
-        return self.training and bool(self.distill or self.hidden) and has_teacher
+    def _has_teacher(self, schedules: Sequence[Schedule]) -> bool:
+        """Whether a teacher has anything to teach under these schedules."""
+        is_taught = bool(self._teacher) or set(schedules) != {self.full}
+        return self.training and bool(self.distill or self.hidden) and is_taught
 
     @torch.no_grad()
     def _taught(
@@ -84,7 +86,7 @@ class ResponseLoss(nn.Module):
         own: Mapping[Schedule, Tensor],
         kept: Tensor,
     ) -> "_Taught":
-        """What the teacher says of the response tokens. `own`: states of the model itself, as far as it has run."""
+        """The teacher's states and log-probabilities for the response tokens. `own`: the model's states so far."""
         if self._teacher:
             (teacher,) = self._teacher
             states = teacher_forced_states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))[kept]
@@ -95,7 +97,7 @@ class ResponseLoss(nn.Module):
         return _Taught(states, soft.log_softmax(-1))
 
     def _loss(self, states: Tensor, targets: Tensor, taught: "_Taught | None") -> Tensor:
-        """Of states [N, D] and targets [N]."""
+        """The loss for states [N, D] and targets [N]."""
         logits = self.model.head(states).float()
         loss = F.cross_entropy(logits, targets, reduction="sum")
         if taught is None:

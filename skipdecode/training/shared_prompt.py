@@ -1,12 +1,12 @@
-"""Teacher-forced passes of several schedules over the same rows: the prompts once, and the responses of each.
+"""Teacher-forced passes under several schedules over the same rows, which run the prompts only once.
 
-Schedules differ in what they run of responses; of prompts they run the same, or they run under SwiftKV. Keys and values
-of a prompt are made once, with their gradient, and every schedule's responses attend to them. Each has the states that
-`skipdecode.model.teacher_forcing` has for it alone, at the price of the responses; and under SwiftKV prompts stop
-where they do in
-decoding. For training: nothing here decodes.
+Schedules differ in the layers that responses run; prompts run all layers, or run under SwiftKV. Keys and values of the
+prompts are computed once, with gradients, and the responses of every schedule attend to them. The states are those of
+`skipdecode.model.teacher_forcing` for each schedule alone. With prompts of 234 tokens and responses of 25, four
+schedules cost about as much as one full pass (a quarter of four passes). Under SwiftKV prompts stop where they do in
+decoding.
 
-B rows, P prompt columns, T response tokens, D width, G heads of keys and values, K head dim.
+B rows, P prompt columns, T response tokens, D width, G KV heads, K head dim.
 """
 
 from collections import UserDict
@@ -26,23 +26,23 @@ from skipdecode.model.teacher_forcing import ForcedView, TeacherBatch, token_ran
 from skipdecode.schedules.layer_ranges import LayerRanges
 from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
 
-Kept = Mapping[int, tuple[Tensor, Tensor]]
-"""By layer, keys and values of prompts: [B, G, P - 1, K] each."""
+PromptKV = Mapping[int, tuple[Tensor, Tensor]]
+"""Keys and values of the prompts by layer, [B, G, P - 1, K] each."""
 
 
-class Keeper(UserDict[int, tuple[Tensor, Tensor]]):
-    """For what a layer keeps: no dict, of which FSDP would give the layer a copy."""
+class PromptKVDict(UserDict[int, tuple[Tensor, Tensor]]):
+    """A dict that FSDP does not copy when it is passed to a layer, as it does with plain dicts."""
 
 
-class Branches:
-    """The rows of a batch, to be continued under one schedule or many. The last token of a prompt belongs to its
-    continuations, since its state gives the first new token."""
+class SharedPromptForward:
+    """Runs the responses of a batch under one or several schedules. The last prompt token counts to the responses,
+    because its state predicts the first response token."""
 
     def __init__(self, model: Decoder, batch: TeacherBatch, *, recompute: bool = False) -> None:
-        """`recompute`: for the backward pass, only the inputs of layers are kept, and keys and values of prompts."""
+        """`recompute`: only the layers' inputs and the prompts' keys and values are kept for the backward pass."""
         assert model.placement is None, "layers on several devices"
         self._is_sharded = isinstance(model.layers[0], FSDPModule)
-        # every worker makes the same calls: a pass over prompts, too
+        # every FSDP worker must make the same calls, so there has to be a prompt pass
         if batch.prompt_columns == 1 and self._is_sharded:
             batch = replace(batch, tokens=F.pad(batch.tokens, (1, 0)), num_pad=batch.num_pad + 1, prompt_columns=2)
         self.model, self.batch, self.recompute = model, batch, recompute
@@ -51,70 +51,71 @@ class Branches:
         self._positions = (columns - batch.num_pad[:, None]).clamp(min=-1, max=last)  # [B, P + T - 1]
         self._valid = (columns >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, P + T - 1]
         self._has_padding = bool(batch.num_pad.any())
-        self._kept: dict[tuple[LayerPlan, tuple[int, ...], bool], Kept] = {}  # by what prompts run, and with a gradient
+        # by the prompts' plan and sharing map, and whether they were run with gradients
+        self._prompt_kv: dict[tuple[LayerPlan, tuple[int, ...], bool], PromptKV] = {}
 
     def states(self, schedules: Sequence[Schedule]) -> list[Tensor]:
-        """[B, T, D] of each: what enters the head for each response token. Without gradients it may use what a pass
-        with them has made, not the other way round."""
+        """[B, T, D] for each schedule: the states from which the LM head predicts the response tokens. Prompts that
+        were run with gradients are reused without them, but not the other way round."""
         B, device = len(self.batch.targets), self.batch.tokens.device
-        branches = [self._begin(one, ffn_executor(one, B, device, gather=False)) for one in schedules]
-        together = [branch for branch in branches if branch.runs_whole_layers]
-        for branch in branches:
-            if branch not in together:
-                self._run(branch)
+        passes = [self._begin(one, ffn_executor(one, B, device, gather=False)) for one in schedules]
+        together = [one_pass for one_pass in passes if one_pass.can_run_together]
+        for one_pass in passes:
+            if one_pass not in together:
+                self._run(one_pass)
         self._run_together(together)
-        return [branch.h for branch in branches]
+        return [one_pass.h for one_pass in passes]
 
     def state(self, schedule: Schedule, ffns: FFNExecutor) -> Tensor:
-        """[B, T, D] of one schedule, whose feed-forward blocks `ffns` runs: in the columns of the prompt's last token
-        and of the response tokens that are fed."""
-        branch = self._begin(schedule, ffns)
-        self._run(branch)
-        return branch.h
+        """[B, T, D] under one schedule whose feed-forward blocks `ffns` runs."""
+        one_pass = self._begin(schedule, ffns)
+        self._run(one_pass)
+        return one_pass.h
 
-    def _begin(self, schedule: Schedule, ffns: FFNExecutor) -> "Branch":
+    def _begin(self, schedule: Schedule, ffns: FFNExecutor) -> "ResponsePass":
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
         plans = [schedule.step(k) for k in range(tokens.shape[1] - 1)]
         sharing_map = tuple(kv_sharing_map(schedule, model.config.kv_group_size))
         seen = causal_mask(tokens.shape[1], start + tokens.shape[1], tokens.device)
         mask = self._valid & seen if self._has_padding else seen[None, None]
-        kv = BranchView(
+        kv = ResponseView(
             positions, mask, model.rotary_table, sharing_map, before=self._prompts(schedule.prefill(), sharing_map)
         )
         ffns.start_pass(plans, 1)
         ranges = token_ranges(schedule.prefill(), plans, 1, ffns)
-        return Branch(model.embed(tokens, positions), kv, ranges, ffns)
+        return ResponsePass(model.embed(tokens, positions), kv, ranges, ffns)
 
-    def _run(self, branch: "Branch") -> None:
-        given = branch.h, branch.kv, branch.ranges
-        branch.h, _ = run_layers(self.model, *given, ffns=branch.ffns, recompute=self.recompute)
+    def _run(self, one_pass: "ResponsePass") -> None:
+        given = one_pass.h, one_pass.kv, one_pass.ranges
+        one_pass.h, _ = run_layers(self.model, *given, ffns=one_pass.ffns, recompute=self.recompute)
 
-    def _run_together(self, branches: Sequence["Branch"]) -> None:
-        """Each layer once for the columns of all that run it: a response is short, and a product of few rows slow."""
+    def _run_together(self, passes: Sequence["ResponsePass"]) -> None:
+        """Runs each layer once for the columns of all passes: responses are short, and products of few rows are
+        slow."""
         call = layer_call(recompute=self.recompute)
-        views: dict[tuple[int, ...], JointView] = {}
+        views: dict[tuple[int, ...], ConcatenatedView] = {}
         for i, layer in enumerate(self.model.layers):
-            widths = [branch.columns(i) for branch in branches]
+            widths = [one_pass.columns(i) for one_pass in passes]
             if not any(widths):
                 continue
-            key, running = tuple(widths), [branch for branch, width in zip(branches, widths, strict=True) if width]
+            key, running = tuple(widths), [one_pass for one_pass, width in zip(passes, widths, strict=True) if width]
             if key not in views:
-                views[key] = JointView.of([branch.kv.part(slice(branch.columns(i))) for branch in running])
-            h = torch.cat([branch.h[:, : branch.columns(i)] for branch in running], dim=1)
+                views[key] = ConcatenatedView.of([one_pass.kv.part(slice(one_pass.columns(i))) for one_pass in running])
+            h = torch.cat([one_pass.h[:, : one_pass.columns(i)] for one_pass in running], dim=1)
             made = call(layer, h, kv=views[key], number=i, attends=True, feeds=True)
-            for branch, own in zip(running, torch.split(made, list(filter(None, widths)), dim=1), strict=True):
-                rest = branch.h[:, own.shape[1] :]
-                branch.h = torch.cat([own, rest], dim=1) if rest.shape[1] else own
+            for one_pass, own in zip(running, torch.split(made, list(filter(None, widths)), dim=1), strict=True):
+                rest = one_pass.h[:, own.shape[1] :]
+                one_pass.h = torch.cat([own, rest], dim=1) if rest.shape[1] else own
 
-    def _prompts(self, plan: LayerPlan, sharing_map: tuple[int, ...]) -> Kept:
+    def _prompts(self, plan: LayerPlan, sharing_map: tuple[int, ...]) -> PromptKV:
         with_gradient = (plan, sharing_map, True)
-        key = with_gradient if with_gradient in self._kept else (plan, sharing_map, torch.is_grad_enabled())
-        if key not in self._kept:
-            self._kept[key] = self._run_prompts(plan, sharing_map)
-        return self._kept[key]
+        key = with_gradient if with_gradient in self._prompt_kv else (plan, sharing_map, torch.is_grad_enabled())
+        if key not in self._prompt_kv:
+            self._prompt_kv[key] = self._run_prompts(plan, sharing_map)
+        return self._prompt_kv[key]
 
-    def _run_prompts(self, plan: LayerPlan, sharing_map: Sequence[int]) -> Kept:
+    def _run_prompts(self, plan: LayerPlan, sharing_map: Sequence[int]) -> PromptKV:
         end, device = self.batch.prompt_columns - 1, self.batch.tokens.device
         if not end:
             return {}
@@ -127,7 +128,7 @@ class Branches:
         h = self.model.embed(self.batch.tokens[:, :end], positions)
         if self._is_sharded and plan.kv_layers is None:
             return self._run_whole(h, kv, plan)
-        first = LayerRanges.of_plan(plan, is_prompt=True).last_token_at  # nobody wants more of it than keys and values
+        first = LayerRanges.of_plan(plan, is_prompt=True).last_token_at  # of this layer only keys and values are needed
         assert first is not None, "a prompt that runs nothing"
         below = replace(plan, attn=_before(first, plan.attn), ffn=_before(first, plan.ffn))
         h, _ = run_layers(self.model, h, kv, LayerRanges.of_plan(below), recompute=self.recompute)
@@ -138,9 +139,9 @@ class Branches:
             self.model.swift.write(h, kv, plan.attn, self.model.layers)
         return {**kv.shared, **kv.kept}
 
-    def _run_whole(self, h: Tensor, kv: "PromptView", plan: LayerPlan) -> Kept:
-        """FSDP gathers a layer's weights for whole calls, and again for the backward pass of what a call gives: which
-        of the last layer nobody would want."""
+    def _run_whole(self, h: Tensor, kv: "PromptView", plan: LayerPlan) -> PromptKV:
+        """Runs the last layer whole, too: FSDP gathers a layer's weights only for whole calls, and for the backward
+        pass only if their output has a gradient, hence the sum times zero."""
         h, _ = run_layers(self.model, h, kv, LayerRanges.of_plan(plan), recompute=self.recompute)
         nothing = 0.0 * h.sum()
         return {layer: (k + nothing, v + nothing) for layer, (k, v) in kv.kept.items()}
@@ -151,34 +152,36 @@ def _before(first: int, runs: Sequence[bool]) -> tuple[bool, ...]:
 
 
 @dataclass(eq=False)
-class Branch:
-    """The responses under one schedule, in the layers."""
+class ResponsePass:
+    """The responses under one schedule, on their way through the layers."""
 
     h: Tensor
     """[B, T, D]"""
-    kv: "BranchView"
+    kv: "ResponseView"
     ranges: LayerRanges
     ffns: FFNExecutor
 
     @property
-    def runs_whole_layers(self) -> bool:
-        """Attention and feed-forward of the same columns, over keys and values of its own, for all rows."""
+    def can_run_together(self) -> bool:
+        """Whether it can share calls of layers: attention and feed-forward run for the same columns and for all rows,
+        and every layer has keys and values of its own."""
         e = self.ranges
         return e.attn == e.ffn and e.kv_layers is None and not any(e.deferred_ffns)
 
     def columns(self, layer: int) -> int:
-        """That run it."""
+        """The number of columns that run a layer."""
         part = self.ranges.attn[layer]
         return 0 if part is None else int(part.stop)
 
 
 @dataclass
 class PromptView(ForcedView):
-    """Keeps keys and values of all layers."""
+    """Prompts, whose keys and values are kept for all layers."""
 
-    kept: Keeper = field(default_factory=Keeper)
+    kept: PromptKVDict = field(default_factory=PromptKVDict)
     copies: bool = False
-    """Of them, so that what a layer projects beside them is not kept with them; else the backward pass has it all."""
+    """Copies them, so that the projection they are a slice of can be freed; otherwise the backward pass keeps it
+    anyway."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         assert k is not None
@@ -194,10 +197,10 @@ class PromptView(ForcedView):
 
 
 @dataclass
-class BranchView(ForcedView):
-    """Attends to the columns of the prompt, and to its own."""
+class ResponseView(ForcedView):
+    """Responses, which attend to the prompt's columns and to their own."""
 
-    before: Kept = field(default_factory=dict)
+    before: PromptKV = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is None or v is None:
@@ -207,28 +210,28 @@ class BranchView(ForcedView):
             k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.before[layer], (k, v), strict=True))
         return super().attend(layer, q, k, v)
 
-    def part(self, where: slice) -> "BranchView":
+    def part(self, where: slice) -> "ResponseView":
         old = self.positions.shape[1]
         n = old if where.stop is None else where.stop
         if n == old:
             return self
         assert self.mask is not None
         mask = self.mask[:, :, :n, : self.mask.shape[-1] - (old - n)]
-        return BranchView(self.positions[:, :n], mask, self.table, self.sharing_map, self.shared, before=self.before)
+        return ResponseView(self.positions[:, :n], mask, self.table, self.sharing_map, self.shared, before=self.before)
 
 
 @dataclass
-class JointView(ForcedView):
-    """The columns of several branches side by side, each of which attends to its own and to the prompt's."""
+class ConcatenatedView(ForcedView):
+    """The columns of several passes side by side, each of which attends to its own and to the prompt's."""
 
-    views: Sequence[BranchView] = ()
+    views: Sequence[ResponseView] = ()
 
     @classmethod
-    def of(cls, views: Sequence[BranchView]) -> "JointView":
+    def of(cls, views: Sequence[ResponseView]) -> "ConcatenatedView":
         return cls(torch.cat([view.positions for view in views], dim=1), None, views[0].table, (), views=views)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """q [B, H, n, K] of the columns of all."""
+        """q [B, H, n, K] for the columns of all passes."""
         assert k is not None
         assert v is not None
         widths = [view.positions.shape[1] for view in self.views]

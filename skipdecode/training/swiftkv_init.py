@@ -1,8 +1,8 @@
-"""Where SwiftKV's training may begin: keys and values of the upper layers by least squares, without a gradient.
+"""Least-squares initialisation of SwiftKV's keys and values.
 
-SwiftKV makes them from one state by a linear map, so over some texts the best one has a closed form: with x the normed
-state that enters layer l and y what the upper layers project themselves, W = (x'x + ridge)^-1 x'y over all tokens. The
-paper (arXiv 2410.03960, 3.2) begins with copies, for which the state of layer l is that of every layer above.
+SwiftKV computes them from one state by a linear map, so the best map over some texts has a closed form: with x the
+normed state that enters layer l and y what the upper layers project themselves, W = (x'x + ridge)^-1 x'y over all
+tokens. The paper (arXiv 2410.03960, 3.2) starts from copies of the layers' own projections.
 
 B rows, P prompt columns, T response tokens, N tokens of them, D width, C outputs of `SwiftKV.kv`.
 """
@@ -16,14 +16,14 @@ from skipdecode.kv.view import causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import IGNORE, ForcedView, TeacherBatch
 
-RIDGE = 1e-4  # of the mean diagonal of x'x: a state that no text has must not decide on a weight
+RIDGE = 1e-4  # share of the mean diagonal of x'x, so that directions which no text has do not decide on weights
 
 
-class KVFit:
-    """Sums over tokens, from which the weights follow. Those of several workers add up."""
+class SwiftKVLeastSquares:
+    """Accumulates the sums over tokens that determine the weights. Sums of several workers can be added."""
 
     def __init__(self, model: Decoder) -> None:
-        """`model`: with SwiftKV's weights, of which `solve` replaces those of keys and values."""
+        """`model` must have SwiftKV's weights; `solve` replaces those of keys and values."""
         assert model.swift is not None, "a model whose layers all have their own"
         assert model.placement is None, "layers on several devices"
         self.model, self.added = model, model.swift
@@ -37,22 +37,22 @@ class KVFit:
 
     @property
     def sums(self) -> list[Tensor]:
-        """float64: tokens [1], x [D], y [C], x'x [D, D], x'y [D, C]."""
+        """The accumulated sums in float64: tokens [1], x [D], y [C], x'x [D, D], x'y [D, C]."""
         return [self.count, self.x, self.y, self.xx, self.xy]
 
     @torch.no_grad()
     def add(self, batch: TeacherBatch) -> None:
-        """All tokens of `batch`, at full depth."""
+        """Adds all tokens of `batch`, at full depth."""
         x, y = (t.double() for t in self._tokens(batch))
         for total, new in zip(self.sums, (torch.tensor(len(x)), x.sum(0), y.sum(0), x.T @ x, x.T @ y), strict=True):
             total += new
 
     @torch.no_grad()
     def solve(self) -> None:
-        """Sets weight and bias of `SwiftKV.kv` to the best ones for what was added."""
+        """Sets weight and bias of `SwiftKV.kv` to the least-squares solution."""
         assert self.count, "no tokens were added"
         xx, xy, kv = self.xx, self.xy, self.added.kv
-        if kv.bias is not None:  # it takes the means, and the weight what is left of them
+        if kv.bias is not None:  # it fits the means, the weight the rest
             xx = xx - torch.outer(self.x, self.x) / self.count
             xy = xy - torch.outer(self.x, self.y) / self.count
         ridge = RIDGE * xx.diagonal().mean() * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
@@ -83,6 +83,6 @@ class KVFit:
         return x, torch.cat(self._by_group(found), dim=-1)
 
     def _by_group(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """The mean over the layers of each group: what is nearest to all of them."""
+        """The mean over the layers of each group, which is nearest to all of them."""
         size = self.added.group_size
         return [torch.stack(list(found[at : at + size])).mean(dim=0) for at in range(0, len(found), size)]

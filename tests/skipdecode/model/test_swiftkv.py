@@ -30,7 +30,7 @@ from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logit
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
-from skipdecode.training.swiftkv_init import KVFit
+from skipdecode.training.swiftkv_init import SwiftKVLeastSquares
 from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES
 
@@ -299,7 +299,7 @@ def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path, capsys: p
     assert "fitting SwiftKV's keys and values   9/9 pairs" in capsys.readouterr().err
     model = load_model(tiny_checkpoint)
     wanted, tokenizer = model.with_swiftkv(3, 1), Tokenizer(tiny_checkpoint, model.config)
-    fit = KVFit(wanted)
+    fit = SwiftKVLeastSquares(wanted)
     fit.add(teacher_batch(encode_pairs(tokenizer, texts), 1))
     fit.solve()
     found = load_model(tmp_path / "swift")

@@ -25,7 +25,7 @@ from skipdecode.model.teacher_forcing import (
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.training.loss import ResponseLoss
-from skipdecode.training.shared_prompt import Branches
+from skipdecode.training.shared_prompt import SharedPromptForward
 from tests.support.schedules import SCHEDULES
 
 L = 6
@@ -71,7 +71,7 @@ def batch_of(lengths: str) -> TeacherBatch:
 def test_blocks_that_rows_decide_on(kind: str, lengths: str) -> None:
     model, batch = made(kind, swift=True), batch_of(lengths)
     schedules = [*BY_ROW, *(SwiftPrefill(base, 2) for base in BY_ROW)]
-    found = Branches(model, batch).states([*schedules, FullDepth(L)])
+    found = SharedPromptForward(model, batch).states([*schedules, FullDepth(L)])
     for schedule, states in zip(schedules, found, strict=False):
         wanted = teacher_forced_states(model, batch, schedule)[batch.targets != IGNORE]
         assert torch.allclose(states[batch.targets != IGNORE], wanted, rtol=0, atol=1e-12)
@@ -93,7 +93,7 @@ def test_states_and_gradients_are_those_of_a_pass_for_each(kind: str, lengths: s
         assert isinstance(total, torch.Tensor)
         return list(torch.autograd.grad(total, list(model.parameters()), allow_unused=True))
 
-    branches = Branches(model, batch, recompute=recompute)
+    branches = SharedPromptForward(model, batch, recompute=recompute)
     states = branches.states(schedules)
     wanted = [teacher_forced_states(model, batch, schedule) for schedule in schedules]
     for state, other in zip(states, wanted, strict=True):
@@ -107,9 +107,9 @@ def test_states_and_gradients_are_those_of_a_pass_for_each(kind: str, lengths: s
 
 def test_prompts_are_run_once_for_all_that_run_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ran = made("llama", swift=True), []
-    whole = Branches._run_prompts
-    monkeypatch.setattr(Branches, "_run_prompts", lambda self, *of: ran.append(of) or whole(self, *of))
-    branches = Branches(model, batch_of("padded"))
+    whole = SharedPromptForward._run_prompts
+    monkeypatch.setattr(SharedPromptForward, "_run_prompts", lambda self, *of: ran.append(of) or whole(self, *of))
+    branches = SharedPromptForward(model, batch_of("padded"))
     for schedule in (*PLAIN, *SWIFT):
         branches.states([schedule])
     with torch.no_grad():
@@ -119,11 +119,11 @@ def test_prompts_are_run_once_for_all_that_run_them_alike(monkeypatch: pytest.Mo
 
 def test_a_pass_without_gradients_is_not_lent_to_one_with_them() -> None:
     model, batch = made("llama"), batch_of("padded")
-    branches = Branches(model, batch)
+    branches = SharedPromptForward(model, batch)
     with torch.no_grad():
         branches.states(PLAIN[:1])
     grads = []
-    for made_by in (branches, Branches(model, batch)):
+    for made_by in (branches, SharedPromptForward(model, batch)):
         (grad,) = torch.autograd.grad(made_by.states(PLAIN[1:2])[0].sum(), [model.layers[3].qkv.weight])
         grads.append(grad)
     assert torch.equal(*grads)

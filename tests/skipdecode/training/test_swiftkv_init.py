@@ -12,7 +12,7 @@ from transformers import OPTForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForC
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch
-from skipdecode.training.swiftkv_init import RIDGE, KVFit
+from skipdecode.training.swiftkv_init import RIDGE, SwiftKVLeastSquares
 from tests.support.naive import random_prompts
 
 Array = NDArray[np.float64]
@@ -29,7 +29,7 @@ def make_pairs(num_pairs: int = 12) -> list[Pair]:
 
 def fitted(folder: Path, pairs: list[Pair], group_size: int = 1, rows: int = 5) -> Decoder:
     model = load_model(folder).with_swiftkv(FIRST, group_size)
-    fit = KVFit(model)
+    fit = SwiftKVLeastSquares(model)
     for at in range(0, len(pairs), rows):
         fit.add(teacher_batch(pairs[at : at + rows], 1))
     fit.solve()
