@@ -6,10 +6,9 @@ from datetime import UTC, datetime
 from actors.generator import Generator
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError, JobConfig
-from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, window_rows
+from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, lines, window_rows
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
-from pipeline.estimate.text import lines
 from pipeline.formatting import Log
 from pipeline.generate.dataset import make_sampling, tokenize_config
 from pipeline.generate.plan import check_score_columns, find_chat_template, unused_chat_template, used_chat_template

@@ -18,6 +18,7 @@ from actors.memory import MAX_BATCH_ROWS
 from pipeline.config.job import JobConfig
 from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_step
 from pipeline.estimate.sample import Sample
+from pipeline.formatting import count, duration
 from skipdecode.engine.request import Request
 from skipdecode.schedules.plan import Schedule
 
@@ -146,3 +147,20 @@ def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: b
     size = config.actors.batch_size
     rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
     return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))
+
+
+def lines(estimate: Estimate) -> list[str]:
+    """An estimate in words: tokens in and out, then time and cost."""
+    about = f"corpus: {count(estimate.rows, 'row')}, about {estimate.input_tokens:,} prompt tokens and "
+    if estimate.output_tokens is None:
+        found = [f"{about}at most {estimate.max_output_tokens:,} new ones (from {count(estimate.sampled_rows, 'row')})"]
+    else:
+        found = [f"{about}{estimate.output_tokens:,} new ones ({count(estimate.decoded_rows, 'row')} decoded here)"]
+    if estimate.duration_s is not None:
+        found.append(f"expected: {hours(estimate.duration_s, estimate.cost)} with {count(estimate.actors, 'actor')}")
+    return found
+
+
+def hours(duration_s: float, cost: float | None) -> str:
+    price = "" if cost is None else f", costs {cost:,.2f}"
+    return f"{duration(duration_s)} ({duration_s / 3600:.2f} h{price})"

@@ -8,9 +8,8 @@ import time
 from typing import Final
 
 from pipeline.cluster.records import Pace
-from pipeline.estimate.forecast import Shape, count_tokens
+from pipeline.estimate.forecast import Shape, count_tokens, hours, lines
 from pipeline.estimate.sample import Sample
-from pipeline.estimate.text import hours, lines
 from pipeline.formatting import Log, count
 from pipeline.store.run_state import EstimateState
 
@@ -22,7 +21,7 @@ class LiveEstimate:
     """Of the rows that a session has to do."""
 
     def __init__(self, sample: Sample, shape: Shape, price_per_hour: float | None, log: Log) -> None:
-        self._shape, self._price_per_hour, self._note = shape, price_per_hour, log
+        self._shape, self._price_per_hour, self._log = shape, price_per_hour, log
         self._started = time.monotonic()
         self._known = count_tokens(sample, shape, price_per_hour)
         self.found: EstimateState | None = None
@@ -52,7 +51,7 @@ class LiveEstimate:
             "duration_s": duration_s,
             "cost": None if price is None else price * duration_s / 3600,
         }
-        self._note(
+        self._log(
             f"expected: {hours(duration_s, self.found['cost'])} and about {self.found['output_tokens']:,} new tokens "
             f"(from the first {count(pace['rows'], 'row')})"
         )

@@ -1,6 +1,6 @@
-"""What of a run is done already, and what is left: rows by id, files of writers that came late.
+"""Which rows of a run are done already and which are left, and the removal of files that late writers added.
 
-The data files are the only record of what is done. Left out: whether the run may go on at all (`fingerprint`).
+The data files are the only record of what is done. Whether the run may go on at all is decided by `fingerprint`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Work:
     """The input, with its duplicates."""
     done: DoneRows | None
     """Rows that are written already; None: none."""
-    place: str = "data"
+    subfolder: str = "data"
     """The folder in the run folder that gets `status=.../` folders."""
 
     @property
@@ -42,17 +42,17 @@ def settle_rows(
     log: Log,
     *,
     without_codes: frozenset[str] = frozenset(),
-    place: str = "data",
+    subfolder: str = "data",
 ) -> Work:
     """The rows that the data files lack; those with `without_codes` count as lacking."""
     if not planned.entries:
-        return Work(planned.input, None, place)
+        return Work(planned.input, None, subfolder)
     num_outputs, outputs = index_outputs(planned.folder.filesystem, data_files, log, without_codes)
     matches = match_rows(planned.input, planned.entries, outputs, num_outputs)
     plan, done = mark_rows(planned.input, matches)
     if plan.num_duplicates:
         log(f"input: {plan.num_duplicates} rows have the id of an earlier one")
-    return Work(plan, done if done.num_rows else None, place)
+    return Work(plan, done if done.num_rows else None, subfolder)
 
 
 def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], log: Log) -> None:

@@ -29,10 +29,9 @@ from pipeline.input.ids import sum_outputs
 from pipeline.input.plan import InputPlan
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
 from pipeline.store.lease import Lease
-from pipeline.store.parquet_footer import id_metadata
 from pipeline.store.retry_commit import finish_commit, start_commit
 from pipeline.store.row_writer import write_whole
-from pipeline.store.run_folder import STATUSES, RunFolder
+from pipeline.store.run_folder import STATUSES, RunFolder, id_metadata
 from pipeline.store.run_state import RetryState, RunState
 
 RETRYABLE = frozenset({PROMPT_TOO_LONG, BAD_PARAMETERS, POISON_ROW, ENGINE_ERROR})
@@ -129,14 +128,14 @@ def _is_retryable(table: pa.Table) -> pa.ChunkedArray:
     return pc.is_in(table["error_code"], value_set=pa.array(sorted(RETRYABLE)))
 
 
-def _place(state: RunState) -> str:
+def _retry_folder(state: RunState) -> str:
     return f"checkpoint/retry-{state['sessions'][-1]['id']}"
 
 
 def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, log: Log) -> InputPlan:
     """The rows that are tried again, into files beside the data; the plan with its duplicates."""
     files = planned.folder.all_data_files()
-    work = settle_rows(planned, files, log, without_codes=RETRYABLE, place=_place(state))
+    work = settle_rows(planned, files, log, without_codes=RETRYABLE, subfolder=_retry_folder(state))
     if work.num_left != total:
         raise ConfigError(
             "",
@@ -151,20 +150,20 @@ def _commit(
     folder: RunFolder, state: RunState, failed: list[str], overrides: list[str], total: int, lease: Lease
 ) -> None:
     """Puts the new rows and the failed ones that were not tried in place of the files `failed`."""
-    place, session = _place(state), state["sessions"][-1]
-    ok, still_failed = folder.count_rows("ok", place), folder.count_rows("failed", place)
+    subfolder, session = _retry_folder(state), state["sessions"][-1]
+    ok, still_failed = folder.count_rows("ok", subfolder), folder.count_rows("failed", subfolder)
     assert ok + still_failed == total, f"{total} rows were tried, {ok} good and {still_failed} failed came back"
     for number, path in enumerate(failed):
         table = pq.read_table(path, filesystem=folder.filesystem, partitioning=None)
         rest = table.filter(pc.invert(_is_retryable(table)))
         if rest.num_rows:
-            name = f"{place}/status=failed/rest-{session['id']}-{number:06d}.parquet"
+            name = f"{subfolder}/status=failed/rest-{session['id']}-{number:06d}.parquet"
             rest = rest.replace_schema_metadata(id_metadata(sum_outputs(rest)))
             write_whole(folder.filesystem, folder.root, name, rest, session["id"])
     moves = [
-        [f"{place}/status={status}/{name}", f"data/status={status}/{name}"]
+        [f"{subfolder}/status={status}/{name}", f"data/status={status}/{name}"]
         for status in STATUSES
-        for name in (path.rpartition("/")[2] for path in folder.data_files(status, place))
+        for name in (path.rpartition("/")[2] for path in folder.data_files(status, subfolder))
     ]
     record: RetryState = {
         "session": session["id"],

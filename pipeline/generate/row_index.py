@@ -43,7 +43,7 @@ MAX_GROUPS = (
     256  # tasks that read the files; with PART_ROWS, objects stay above the 100 KB that Ray keeps in the driver
 )
 BATCH_ROWS = 65536
-NOTE_S = 10.0
+LOG_S = 10.0
 ID_COLUMNS = ["id", "error_code", "error_message"]
 
 TASK = {"num_cpus": 1}
@@ -222,11 +222,11 @@ def group_files(sizes: Sequence[int]) -> list[list[int]]:
 
 def gather(refs: Sequence[ray.ObjectRef], what: str, log: Log) -> list[T]:
     """Results of tasks in order, with a note now and then; raises the first ConfigError that one gave back."""
-    left, noted_at = list(refs), time.monotonic()
+    left, logged_at = list(refs), time.monotonic()
     while left:
-        _, left = ray.wait(left, num_returns=len(left), timeout=NOTE_S, fetch_local=False)
-        if left and time.monotonic() - noted_at >= NOTE_S:
-            noted_at = time.monotonic()
+        _, left = ray.wait(left, num_returns=len(left), timeout=LOG_S, fetch_local=False)
+        if left and time.monotonic() - logged_at >= LOG_S:
+            logged_at = time.monotonic()
             log(f"{what} {len(refs) - len(left)} of {len(refs)} groups of files")
     results = []
     for ref in refs:

@@ -42,7 +42,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
     spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
     _note_start(planned, work, spec, log)
     estimate = _start_estimate(planned, work, spec, log)
-    is_retry = work.place != "data"  # of rows that have failed already: there cannot be more of them
+    is_retry = work.subfolder != "data"  # of rows that have failed already: there cannot be more of them
     ends_at = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
     helpers = _start_helpers(planned, work, spec, session, ends_at, failed)
@@ -73,7 +73,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
 
 def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> LiveEstimate | None:
     """None: the rows that are left are no fair sample of the input, or could not be looked at."""
-    if work.num_done or work.place != "data":
+    if work.num_done or work.subfolder != "data":
         return None
     sampling, actors = spec.tokenize.sampling, planned.config.actors
     shape = Shape(
@@ -131,7 +131,7 @@ def _start_helpers(
 def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) -> RunSink:
     rows = rows_per_file(work.num_left, spec.window_rows)
     schema = output_schema(spec.plan, spec.tokenize.sampling)
-    return RunSink(folder.filesystem, folder.root, session, schema, rows, work.place, sum_ids=sum_outputs)
+    return RunSink(folder.filesystem, folder.root, session, schema, rows, work.subfolder, sum_ids=sum_outputs)
 
 
 def _end_session(

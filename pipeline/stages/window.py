@@ -1,22 +1,29 @@
-"""A window of rows as the decoder sees it: an Arrow table in, requests out; answers in, the same table filled out.
+"""A micro-batch window of rows: from an Arrow table to requests, and from answers back to the table. No decoding."""
 
-It decodes nothing and asks nobody.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import pyarrow as pa
 
 from actors.generator import Answer, RowFailure
 from pipeline.openai.parameters import asks_for_choice
-from pipeline.schema import ID, PROMPT_TOKENS, SAMPLING
-from pipeline.stages.logprob_columns import score_columns
+from pipeline.schema import (
+    ID,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
+    PROMPT_TOKENS,
+    PROMPT_TOP_LOGPROBS,
+    SAMPLING,
+    TOP_LOGPROBS,
+    Asked,
+    score_schema,
+)
 from pipeline.stages.openai_choices import with_scores
 from pipeline.stages.tokenize import TOKENS, row_sampling, with_columns
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
-from skipdecode.engine.results import Completion
+from skipdecode.engine.results import Completion, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -25,11 +32,11 @@ class Window:
     name: str
     """The same whenever Ray repeats the window."""
     rows: list[int]
-    """Places in the table of the rows that can be decoded; the others have failed before."""
+    """Indices in the table of the rows that can be decoded; the others have failed before."""
     requests: list[Request]
     """One for each of `rows`."""
     sampling: Sampling
-    """Of the run."""
+    """The run's own, which a row may override."""
 
     @classmethod
     def of(cls, table: pa.Table, sampling: Sampling) -> "Window":
@@ -42,7 +49,7 @@ class Window:
 
     @property
     def ids(self) -> list[str]:
-        """Of the rows that can be decoded."""
+        """Ids of the rows that can be decoded."""
         return [request.id for request in self.requests]
 
     @property
@@ -84,5 +91,33 @@ class Window:
 
 
 def make_request(id: str, tokens: list[int], sampling: Sampling) -> Request:
-    """With what is asked for beside tokens."""
+    """A request for tokens, and for the log-probabilities that `sampling` asks for."""
     return Request(id, tokens, sampling, sampling.logprobs, sampling.prompt_logprobs)
+
+
+def score_columns(asked: Asked, answers: Sequence[Completion | None]) -> dict[str, pa.Array]:
+    """The columns of log-probabilities that a run asks for (`schema.score_schema`), null where an answer is None."""
+    made = {field: [answer and VALUES[field.name](answer) for answer in answers] for field in score_schema(asked)}
+    return {field.name: pa.array(values, field.type) for field, values in made.items()}
+
+
+def _own(scored: Sequence[TokenLogprobs]) -> list[float]:
+    return [one.logprob for one in scored]
+
+
+def _top(scored: Sequence[TokenLogprobs]) -> list[list[dict[str, float]]]:
+    return [[{"token": token, "logprob": logprob} for token, logprob in one.top] for one in scored]
+
+
+def _prompt(values: Sequence[object]) -> list[object]:
+    """With null for the first token, before which there is nothing."""
+    return [None, *values]
+
+
+VALUES: Final[dict[str, "Callable[[Completion], Sequence[object]]"]] = {
+    LOGPROBS: lambda answer: _own(answer.logprobs),
+    TOP_LOGPROBS: lambda answer: _top(answer.logprobs),
+    PROMPT_LOGPROBS: lambda answer: _prompt(_own(answer.prompt_logprobs or [])),
+    PROMPT_TOP_LOGPROBS: lambda answer: _prompt(_top(answer.prompt_logprobs or [])),
+}
+"""Column -> its value for an answer."""

@@ -148,7 +148,7 @@ def left_aside(filesystem: pafs.FileSystem, target: str) -> list[str]:
 
 
 @contextmanager
-def to_device(
+def uploaded(
     filesystem: pafs.FileSystem, target: str, aside: str, check: Callable[[], None]
 ) -> Iterator[SpooledTemporaryFile[bytes]]:
     """To write `target`, elsewhere than on a disk: it is gathered here, and sent when all of it is there."""

@@ -8,20 +8,20 @@ lock: a holder may stand still between a look and a step. What protects the data
 what is older than itself (`RunFolder.fence`, `RunFolder.late_files`).
 """
 
+import fcntl
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from pipeline.config.job import ConfigError
 from pipeline.fault_injection import fault_point
 from pipeline.formatting import Log
 from pipeline.store.atomic_files import may_vanish
-from pipeline.store.mutex import exclusively
 from pipeline.store.run_folder import LEASE, RunFolder
 from pipeline.store.run_state import LeaseState
 
@@ -30,13 +30,14 @@ BEAT_S = LEASE_S / 6
 SETTLE_S = 2.0  # beside a disk: by then a rival that saw no lease either has written its own
 LOOKS_S = 0.1, 0.2, 0.4, 0.8  # between looks at a lease that is not there
 BEAT_DIGITS = 12
+LOCK_S, LOCK_TRIES = 0.25, 25
 
 
 class Lease:
     """`with Lease(folder, session, log):` ConfigError when another session holds the folder."""
 
     def __init__(self, folder: RunFolder, session: str, log: Log) -> None:
-        self._folder, self._session, self._note = folder, session, log
+        self._folder, self._session, self._log = folder, session, log
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="lease")
         self._num_beats = 0
@@ -97,7 +98,7 @@ class Lease:
             if lease is None
             else f"run {lease['session']} (process {lease['pid']} on {lease['host']})"
         )
-        self._note(f"{self._folder.shown}: {who} holds this folder; waiting {LEASE_S:g} s for a sign of life")
+        self._log(f"{self._folder.shown}: {who} holds this folder; waiting {LEASE_S:g} s for a sign of life")
         deadline = time.monotonic() + LEASE_S
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_S / 10))
@@ -206,7 +207,7 @@ class Lease:
                 return
             except Exception as error:  # each store has its own kinds; it may be back at the next beat
                 self._beat_began_s = None
-                self._note(f"lease: {type(error).__name__}: {error}")
+                self._log(f"lease: {type(error).__name__}: {error}")
 
 
 def _link(source: str, target: str) -> None:
@@ -288,3 +289,25 @@ def may_live(lease: LeaseState) -> bool:
     except PermissionError:
         pass  # somebody else's process: it is there
     return True
+
+
+@contextmanager
+def exclusively(root: str) -> Iterator[None]:
+    """A lock on the folder `root` among sessions of this machine, where the file system can lock a folder. Gives up
+    waiting after LOCK_S.
+
+    Nothing depends on the lock: it spares a holder from being taken for lost when several sessions start at once.
+    """
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOCK_S / LOCK_TRIES)
+            except OSError:  # some network file systems
+                break
+        yield
+    finally:
+        os.close(folder)  # and with it the lock

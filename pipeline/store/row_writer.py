@@ -25,8 +25,7 @@ from pipeline.fault_injection import fault_point
 from pipeline.schema import STATUS
 from pipeline.store.atomic_files import make_folder, put, sync
 from pipeline.store.lease import read_lease
-from pipeline.store.parquet_footer import id_metadata
-from pipeline.store.run_folder import STAGING, STATUSES, RunFolder
+from pipeline.store.run_folder import STAGING, STATUSES, RunFolder, id_metadata
 
 DISK_FULL = errno.ENOSPC, errno.EDQUOT
 FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
@@ -47,7 +46,7 @@ class RunSink:
     schema: pa.Schema
     rows_per_file: int | None
     """At least, but for the last file; None: a file per block and status."""
-    place: str = "data"
+    subfolder: str = "data"
     """The folder in the run folder that gets `status=.../` folders."""
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     """Part of the files' names: tasks are numbered from 0 in every execution."""
@@ -78,7 +77,7 @@ class RunSink:
         What an earlier attempt at the same task left goes first, or is replaced: a row that has changed sides since is
         at no moment in both files. In neither is no harm: it is made again.
         """
-        paths = {status: f"{self.place}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
+        paths = {status: f"{self.subfolder}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
                  for status in STATUSES}  # fmt: skip
         self._remove(paths["failed"])
         for status, path in paths.items():

@@ -1,7 +1,7 @@
-"""The run folder: what lies where, what belongs to us, and how its small files are replaced.
+"""The run folder: where everything is, which files are ours, and how small files are replaced atomically.
 
-`run.json` is replaced atomically, so it is always one whole state. What is done is read from the data files themselves
-(`row_index`). Works on any filesystem pyarrow knows. Left out: the fingerprint (`fingerprint`), data files (`write`).
+`run.json` is always one whole state. Which rows are done is not in it, but read from the data files themselves
+(`generate.row_index`). Works on any filesystem that pyarrow knows. It does not write data files (`row_writer`).
 """
 
 import json
@@ -16,11 +16,11 @@ from functools import partial
 from typing import BinaryIO, cast
 
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Log, mask
-from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, to_device
-from pipeline.store.parquet_footer import read_footer
+from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, uploaded
 from pipeline.store.run_state import IS_RUN, FileRecord, RunState, check_version
 
 BATCH_FILES = "batch_output.jsonl", "batch_errors.jsonl"
@@ -38,6 +38,8 @@ KNOWN_NAMES = re.compile(
     rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{TEMPORARY.pattern}"
 )
 """What a finished run holds."""
+IDS = b"skipdecode.ids"
+"""The key of the sum of the digests of the rows' ids, modulo 2^128, in hex."""
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
 
 
@@ -123,7 +125,7 @@ class RunFolder:
         target = self.path(name)
         own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # of nobody else: two sessions may be here for a moment
         if not self.is_local:
-            with to_device(self.filesystem, target, own, check) as gathered:
+            with uploaded(self.filesystem, target, own, check) as gathered:
                 yield cast(BinaryIO, gathered)
             return
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -147,9 +149,9 @@ class RunFolder:
             return there
         return [name for name in self.unexpected_files() if name.startswith(("data/", "metrics/"))]
 
-    def unexpected_files(self, place: str = "") -> list[str]:
-        """Files in the folder, or in a `place` in it, that no run of ours leaves there, sorted."""
-        selector = pafs.FileSelector(self.path(place).rstrip("/"), allow_not_found=True, recursive=True)
+    def unexpected_files(self, subfolder: str = "") -> list[str]:
+        """Files in the folder, or in a `subfolder` in it, that no run of ours leaves there, sorted."""
+        selector = pafs.FileSelector(self.path(subfolder).rstrip("/"), allow_not_found=True, recursive=True)
         infos = self.filesystem.get_file_info(selector)
         names = (self.name(info.path) for info in infos if info.type != pafs.FileType.Directory)
         return sorted(name for name in names if not KNOWN_NAMES.fullmatch(name))
@@ -229,9 +231,9 @@ class RunFolder:
             self.remove(name)
         self.filesystem.create_dir(self.path(f"{STAGING}/{session}"), recursive=True)
 
-    def _names(self, place: str = "") -> list[str]:
+    def _names(self, subfolder: str = "") -> list[str]:
         """What lies in a folder, relative to this one."""
-        selector = pafs.FileSelector(self.path(place).rstrip("/"), allow_not_found=True)
+        selector = pafs.FileSelector(self.path(subfolder).rstrip("/"), allow_not_found=True)
         return [self.name(info.path) for info in self.filesystem.get_file_info(selector)]
 
     def leave(self, session: str) -> None:
@@ -271,9 +273,9 @@ class RunFolder:
         """Of a path in the folder, relative to it."""
         return path.removeprefix(f"{self.root}/")
 
-    def data_files(self, status: str, place: str = "data") -> list[str]:
+    def data_files(self, status: str, subfolder: str = "data") -> list[str]:
         """Paths of the finished files of one status, sorted."""
-        return self.files(f"{place}/status={status}")
+        return self.files(f"{subfolder}/status={status}")
 
     def all_data_files(self) -> list[str]:
         """Paths of the finished files, status by status."""
@@ -282,9 +284,9 @@ class RunFolder:
     def files(self, folder: str) -> list[str]:
         return sorted(self.path(name) for name in self._names(folder) if name.endswith(".parquet"))
 
-    def count_rows(self, status: str, place: str = "data") -> int:
+    def count_rows(self, status: str, subfolder: str = "data") -> int:
         """Rows of one status, from the file footers."""
-        return sum(int(rows) for rows, _ in self._footers(self.data_files(status, place)))
+        return sum(int(rows) for rows, _ in self._footers(self.data_files(status, subfolder)))
 
     def read_files(self) -> dict[str, FileRecord]:
         """Rows of each data file, and the sum of their ids in hex, from the footers."""
@@ -308,3 +310,14 @@ def writer_of(path: str) -> str:
     """The session that wrote a data file, by its name; "" where it says none."""
     found = re.match(r"(?:part|rest)-([^-]+)-", path.rpartition("/")[2])
     return found.group(1) if found else ""
+
+
+def id_metadata(id_sum: int) -> dict[bytes, bytes]:
+    """The entry in a data file's footer for the ids of its rows."""
+    return {IDS: f"{id_sum:032x}".encode()}
+
+
+def read_footer(filesystem: pafs.FileSystem, path: str) -> FileRecord:
+    """Rows, and the sum of their ids in hex; "" where the footer does not say it, as in a file that no run wrote."""
+    footer = pq.read_metadata(path, filesystem=filesystem)
+    return [int(footer.num_rows), (footer.metadata or {}).get(IDS, b"").decode()]

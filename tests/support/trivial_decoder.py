@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from actors.generator import WindowResult
-from pipeline.processor.stage import KeyedDecoder, ProcessorStage
+from pipeline.processor.stage import KeyedModelThread, ProcessorStage
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
 
-class TrivialDecoder(KeyedDecoder):
+class TrivialDecoder(KeyedModelThread):
     def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         return WindowResult([Completion([5], "length", 1, 1) for _ in requests])
 
 
 class TrivialStage(ProcessorStage):
-    decoder_class = TrivialDecoder
+    model_class = TrivialDecoder

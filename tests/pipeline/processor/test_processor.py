@@ -13,7 +13,7 @@ from ray.data.expressions import col
 from actors.generator import WindowResult
 from pipeline.config.job import ConfigError
 from pipeline.processor import build, build_processor
-from pipeline.processor.stage import KeyedDecoder, ProcessorStage, without_key
+from pipeline.processor.stage import KeyedModelThread, ProcessorStage, without_key
 from skipdecode import TextModel, generate, load
 from skipdecode.engine.request import Request
 from tests.docs.pages import ROOT, run_blocks
@@ -100,7 +100,7 @@ def test_scores_come_out_too(model: TextModel, tiny_checkpoint: Path) -> None:
     assert (good["x"], bad["x"], bad["logprobs"], bad["prompt_logprobs"]) == (1, 2, None, None)
 
 
-class DiesOfOne(KeyedDecoder):
+class DiesOfOne(KeyedModelThread):
     def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         if any(without_key(request).id == "r5" for request in requests):
             os._exit(1)
@@ -108,7 +108,7 @@ class DiesOfOne(KeyedDecoder):
 
 
 class Mortal(ProcessorStage):
-    decoder_class = DiesOfOne
+    model_class = DiesOfOne
 
 
 @pytest.mark.slow
