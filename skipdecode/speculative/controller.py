@@ -152,7 +152,7 @@ class SpeculationController:
             return Decision("measured")
         estimate = self._estimate(rows, k, context)
         if not estimate.has_drafts:
-            self._stop(comparison, "no_gain")
+            self._stop(rows, "no_gain")
         elif self.latency.is_timed and not self._has_proof(rows):
             allowed_s = LOSS_SHARE * self._spent_s + LOSS_STEPS * self._plain_s(rows, context)
             if self._lost_s > allowed_s:
@@ -178,7 +178,7 @@ class SpeculationController:
             threshold = 1.0 if comparison.pays else MIN_SPEEDUP
             comparison.pays = not self.latency.is_timed or comparison.speedup >= threshold
             if not comparison.pays:
-                self._stop(comparison, "slower")
+                self._stop(rows, "slower")
                 return
             comparison.pause = FIRST_PAUSE
         if comparison.num_drafted % (RECHECK_EVERY if comparison.pays else DRAFTED_ROUNDS // 2) == 0:
@@ -193,8 +193,10 @@ class SpeculationController:
             if not comparison.paused:
                 self._begin_plain(comparison)
 
-    def _stop(self, comparison: Comparison, reason: Outcome) -> None:
-        comparison.stop(reason)
+    def _stop(self, rows: int, reason: Outcome) -> None:
+        """Pauses, and forgets what spoke against drafts: the next try is to find out again."""
+        self._comparison(rows).stop(reason)
+        self.latency.forget_drafts(rows)
         self._retry()
 
     def _begin_plain(self, comparison: Comparison) -> None:

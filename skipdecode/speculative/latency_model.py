@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 PassKind = Literal["plain", "draft", "verify"]
 """A step at full depth, a draft by skipped layers, and the verification of several tokens of each row."""
-KEPT_RATIOS = 16  # newest measurements of a kind and batch size; their median is robust to what other processes do
+# The newest measurements of a kind and batch size, whose median is robust to what other processes do; and how many
+# there must be before they count.
+KEPT_RATIOS, FEWEST_RATIOS = 16, 2
 CONTEXT_STEP = 64  # contexts are rounded to the middle of such a span, so that estimates can be cached
 # Two cores with and without matrix units, by order of magnitude, and the host's work in a pass that is no plain step:
 # for runs in which no clock may decide (`sampling.deterministic`).
@@ -75,8 +77,15 @@ class LatencyModel:
         predicted = self.roofline_s(plan, rows, tokens, context, outputs)
         if not self.is_timed:
             return predicted + (HOST_S if kind != "plain" else 0.0)
-        seen = self._ratios.get((kind, rows.bit_length())) or self._ratios.get(("plain", rows.bit_length()))
+        seen = self._ratios.get((kind, rows.bit_length()), ())
+        if len(seen) < FEWEST_RATIOS:
+            seen = self._ratios.get(("plain", rows.bit_length()), ())
         return predicted * (median(seen) if seen else 1.0)
+
+    def forget_drafts(self, rows: int) -> None:
+        """Drops what was measured of drafts and verifications of about as many rows."""
+        self._ratios.pop(("draft", rows.bit_length()), None)
+        self._ratios.pop(("verify", rows.bit_length()), None)
 
     def observe(self, kind: PassKind, rows: int, took_s: float, predicted_s: float) -> None:
         """Passes of that kind that took so long, and what `roofline_s` says of them."""

@@ -21,12 +21,16 @@ def record(drafted: list[int], accepted: list[int], **keys: Any) -> dict[str, An
     return base | {"drafted_at": drafted, "accepted_at": accepted} | keys
 
 
-def test_places_are_added_over_lists_of_any_length() -> None:
-    made = totals([record([4, 2], [3, 1]), record([], [])], [record([4, 4, 1], [4, 2, 0])])
+def test_positions_are_added_over_lists_of_any_length() -> None:
+    made = totals(
+        [record([4, 2], [3, 1], drafted_rounds=4), record([], [], no_gain_rounds=3, slower_rounds=2)],
+        [record([4, 4, 1], [4, 2, 0], drafted_rounds=3, measured_rounds=1)],
+    )
     assert made.figures() == {
         "drafted": 15,
         "accepted": 10,
         "acceptance_by_position": [7 / 8, 3 / 6, 0.0],
+        "rounds": {"drafted": 7, "measured": 1, "slower": 2, "no_gain": 3},
         "draft_s": 3.0,
         "verify_s": 6.0,
     }

@@ -217,10 +217,14 @@ def test_measured_passes_scale_the_roofline() -> None:
     latency, full = LatencyModel(OPT, 2, None, CEILINGS), FULL.prefill()
     predicted_s = latency.roofline_s(full, 4, 16, 100)
     assert latency.seconds("verify", full, 4, 16, 100) == predicted_s
-    for ratio in (1.5, 30.0, 1.5):
-        latency.observe("verify", 4, ratio * predicted_s, predicted_s)
+    latency.observe("verify", 4, 30.0 * predicted_s, predicted_s)
+    assert latency.seconds("verify", full, 4, 16, 100) == predicted_s, "one pass says little"
+    for _ in range(2):
+        latency.observe("verify", 4, 1.5 * predicted_s, predicted_s)
     assert latency.seconds("verify", full, 4, 16, 100) == 1.5 * predicted_s
     assert latency.seconds("verify", full, 64, 256, 100) == latency.roofline_s(full, 64, 256, 100)
+    latency.forget_drafts(4)
+    assert latency.seconds("verify", full, 4, 16, 100) == predicted_s
     untimed = LatencyModel(OPT, 2)
     untimed.observe("verify", 4, 1.0, 1e-9)
     assert untimed.seconds("verify", full, 4, 16, 100) == untimed.roofline_s(full, 4, 16, 100) + HOST_S
