@@ -1,8 +1,8 @@
 # One image for everything here: a job, an endpoint, and the pods of deploy/.
-#   docker build -t registry.example.com/skipdecode-ray:0.1.0 .
-#   docker push registry.example.com/skipdecode-ray:0.1.0
-#   docker run --rm --shm-size=2g registry.example.com/skipdecode-ray:0.1.0 demo
-#   docker run --rm --shm-size=2g -p 8000:8000 -e SKIPDECODE_API_KEYS=KEY registry.example.com/skipdecode-ray:0.1.0 \
+#   docker build -t registry.example.com/skipdecode-ray:1.0.0 .
+#   docker push registry.example.com/skipdecode-ray:1.0.0
+#   docker run --rm --shm-size=2g registry.example.com/skipdecode-ray:1.0.0 demo
+#   docker run --rm --shm-size=2g -p 8000:8000 -e SKIPDECODE_API_KEYS=KEY registry.example.com/skipdecode-ray:1.0.0 \
 #       serve --config configs/serve.yaml --host 0.0.0.0
 # torch is what the package index has for this platform: on x86 that is CUDA's. For machines without GPUs, name an index
 # that has the build for CPUs: --build-arg PIP_EXTRA_INDEX_URL=... A test runs these steps without Docker.

@@ -78,7 +78,7 @@ class HttpParameters(RequestParameters):
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
 
-class CompletionRequest(HttpParameters, CompletionParameters):
+class CompletionRequest(CompletionParameters, HttpParameters):
     prompt: list[Prompt]
     """At least one; in the request a single prompt need not be in a list."""
 
@@ -99,7 +99,7 @@ class CompletionRequest(HttpParameters, CompletionParameters):
         return prompts
 
 
-class ChatRequest(HttpParameters, ChatParameters):
+class ChatRequest(ChatParameters, HttpParameters):
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None

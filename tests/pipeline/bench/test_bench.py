@@ -71,7 +71,7 @@ def test_a_profile_adds_up_and_leaves_the_decoder_alone(
     with pytest.raises(SystemExit) as ended:
         main(["--serve", "--profile"])
     assert ended.value.code == 2
-    assert "leave --serve or --profile out" in capsys.readouterr().err
+    assert "give either --serve or --profile" in capsys.readouterr().err
 
 
 def test_training_flops_by_hand() -> None:

@@ -47,7 +47,7 @@ def test_a_data_set_has_shards_of_equal_size_and_a_card(run: Path, tmp_path: Pat
         "`my-model`",
         "87.4 %",
         "1.88",
-        "12 (the good ones)",
+        "12 (good rows only)",
         "2026-09-21",
         "| city | string | of the corpus |",
     ):

@@ -70,8 +70,8 @@ def test_drafts_in_fixed_bits_are_for_cpus(tiny_checkpoint: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"logging_config": {"log_level": "DEBUG"}}, "logging_config: `serve deploy`"),
-        ({"applications": [{"runtime_env": {"pip": ["x"]}}]}, "applications.0.runtime_env: `serve deploy`"),
+        ({"logging_config": {"log_level": "DEBUG"}}, "logging_config: only `serve deploy`"),
+        ({"applications": [{"runtime_env": {"pip": ["x"]}}]}, "applications.0.runtime_env: only `serve deploy`"),
         (
             {"applications": [{"deployments": [{"name": "Other"}]}]},
             "deployments.0.name: must be Completions, got 'Other'",

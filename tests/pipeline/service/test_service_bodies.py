@@ -44,3 +44,9 @@ def test_errors_do_not_repeat_what_was_sent(url: str, body: dict[str, Any]) -> N
     answer = post(url, **body)
     assert answer.status_code in (400, 404)
     assert len(answer.content) < 500
+
+
+def test_no_new_tokens_go_with_an_echo_only() -> None:
+    assert CompletionRequest.parse({"prompt": "a", "max_tokens": 0, "echo": True}).sampling() == {"max_new_tokens": 0}
+    with pytest.raises(BadParameter, match="max_tokens must be at least 1; 0 goes with echo=true only"):
+        CompletionRequest.parse({"prompt": "a", "max_tokens": 0})
