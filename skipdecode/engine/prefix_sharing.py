@@ -189,9 +189,8 @@ class SharedPrompts:
         is_unpadded = self.model.supports_packed_prompts(cache.k[0])
         has_all = cache.shared is None  # shared prefixes are not in the rows' own columns
         in_place = had if has_all else [0] * whole
-        lengths = [
-            columns - pad - n for pad, n in zip(_paddings_of(cache), in_place, strict=True)
-        ]  # [B] tokens to feed
+        # [B] tokens to feed
+        lengths = [columns - pad - n for pad, n in zip(_paddings_of(cache), in_place, strict=True)]
         rows = self._rows_at_once(max(lengths), columns)
         made = []
         for at in range(0, whole, rows):

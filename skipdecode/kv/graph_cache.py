@@ -177,9 +177,8 @@ class GraphedCache(KVCache):
         cache = cls(k, v, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
         cache.part, cache.serial = part, next(_serials)
         cache.is_masked = cache.valid is not None  # saves a wait for the device when rows are dropped
-        cache.where = to_device(
-            [offsets[owner] for owner in sharing_map], num_pad.device
-        )  # other cohorts' steps run meanwhile
+        # copied asynchronously, since steps of other batches may be running
+        cache.where = to_device([offsets[owner] for owner in sharing_map], num_pad.device)
         return cache
 
     @property

@@ -140,10 +140,9 @@ def _on(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> T
     if part == ALL:
         return run(h)
     if axis == 1:
+        # not in place, since the backward pass needs the old states
         new, end = run(h[:, part]), part.stop
-        return (
-            new if end == h.shape[1] else torch.cat([new, h[:, end:]], dim=1)
-        )  # not in place, since the backward pass needs the old states
+        return new if end == h.shape[1] else torch.cat([new, h[:, end:]], dim=1)
     if not part.start:
         return run(h)
     new = run(h[part])

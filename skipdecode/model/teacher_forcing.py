@@ -96,9 +96,8 @@ def token_ranges(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: 
         return slice(columns) if columns else None
 
     attn, ffn = (tuple(runs(layer, name) for layer in range(len(prompt.attn))) for name in ("attn", "ffn"))
-    deferred = next(
-        filter(None, map(ffns.deferred, plans)), ()
-    )  # layers of later steps are among those of earlier ones
+    # the first plan that defers blocks will do: layers of later steps are among those of earlier ones
+    deferred = next(filter(None, map(ffns.deferred, plans)), ())
     return LayerRanges(attn, ffn, deferred, prompt.kv_layers, axis=1)
 
 
