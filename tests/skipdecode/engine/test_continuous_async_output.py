@@ -73,7 +73,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 
 @settings(max_examples=20)
 @given(data=st.data(), schedule=st.sampled_from(list(SCHEDULES.values())), max_pending=st.integers(1, 3))
-def test_rows_are_those_of_looks_at_once(
+def test_late_output_gives_the_same_rows(
     ending_checkpoint: Callable[[str], Path],
     ours: Callable[[Path], Decoder],
     data: st.DataObject,
@@ -195,7 +195,7 @@ def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: Decoder, monke
     assert [row.tokens for row in rows] == [generate(loaded, [r], SKIP).completions[0].tokens for r in pool]
 
 
-def test_a_cpu_looks_at_once(loaded: Decoder) -> None:
+def test_on_a_cpu_output_is_read_at_once(loaded: Decoder) -> None:
     batch = ContinuousBatch(loaded, SKIP)
     (row,) = batch.join([Request("0", [2, 9, 4], greedy(4, ignore_eos=True))])
     assert len(row.tokens) == 1

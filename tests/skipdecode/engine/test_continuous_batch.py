@@ -265,7 +265,7 @@ def test_offline(loaded: Decoder, tiny_checkpoint: Path) -> None:
     assert batch.is_done
 
 
-def test_log_probabilities_are_those_of_a_cohort(loaded: Decoder) -> None:
+def test_log_probabilities_equal_those_of_a_static_batch(loaded: Decoder) -> None:
     schedule = SkipDecode(L, 5, 2, 1, 9)
     pool = [
         Request(str(i), p, greedy(8, ignore_eos=True), top_logprobs=top)
@@ -275,11 +275,11 @@ def test_log_probabilities_are_those_of_a_cohort(loaded: Decoder) -> None:
     from skipdecode.engine.static_batch import StaticBatch
 
     for request in pool:
-        cohort = StaticBatch(loaded, [request], schedule)
-        cohort.prefill()
-        while not cohort.is_done:
-            cohort.step()
-        wanted, got = cohort.rows[0].logprobs, rows[request.id].logprobs
+        static = StaticBatch(loaded, [request], schedule)
+        static.prefill()
+        while not static.is_done:
+            static.step()
+        wanted, got = static.rows[0].logprobs, rows[request.id].logprobs
         assert len(wanted) == len(got) == (0 if request.top_logprobs is None else 8)
         for a, b in zip(wanted, got, strict=True):
             assert b.logprob == pytest.approx(a.logprob, abs=1e-4)

@@ -76,7 +76,7 @@ def test_tokens_are_those_without_graphs(
 
 @given(data=st.data())
 @settings(max_examples=6, deadline=None)
-def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObject) -> None:
+def test_any_shapes_in_any_order_with_output_read_at_any_time(model: Decoder, data: st.DataObject) -> None:
     """One set of graphs through batches of all shapes; tokens are looked at late, behind the newest steps."""
     graphs = CudaGraphs(model, ROOM, max_rows=16)
     for _ in range(3):
@@ -87,27 +87,27 @@ def test_any_shapes_in_any_order_with_any_looks(model: Decoder, data: st.DataObj
         is_fixed = data.draw(st.booleans())
         fixed = {"prompt_columns": 70, "batch_rows": 10, "compact_at": 0.0} if is_fixed else {}
         async_output = {"check_every": data.draw(st.integers(1, 9)), "max_pending": data.draw(st.integers(0, 2))}
-        cohort = StaticBatch(model, requests, schedule, graphs=graphs, **fixed, **async_output)  # type: ignore[arg-type]
-        cohort.prefill()
-        while not cohort.is_done:
-            cohort.step()
+        static = StaticBatch(model, requests, schedule, graphs=graphs, **fixed, **async_output)  # type: ignore[arg-type]
+        static.prefill()
+        while not static.is_done:
+            static.step()
         wanted = generate(model, requests, schedule).completions
-        assert [row.tokens for row in cohort.rows] == [completion.tokens for completion in wanted]
+        assert [row.tokens for row in static.rows] == [completion.tokens for completion in wanted]
 
 
-def test_cohorts_take_turns(model: Decoder) -> None:
+def test_static_batches_alternate(model: Decoder) -> None:
     """Several live in one memory, one step each, as an endpoint has them."""
     graphs, schedule = CudaGraphs(model, ROOM), SkipDecode(L, 5, 2, 1, 19)
     batches = [make_requests([n, 2 * n, 1], 20, seed=n, temperature=t) for n, t in [(3, 0.0), (9, 1.0), (20, 0.0)]]
-    cohorts = [StaticBatch(model, batch, schedule, graphs=graphs, check_every=1, max_pending=1) for batch in batches]
-    for cohort in cohorts:
-        cohort.prefill()
-    while not all(cohort.is_done for cohort in cohorts):
-        for cohort in cohorts:
-            if not cohort.is_done:
-                cohort.step()
-    for cohort, batch in zip(cohorts, batches, strict=True):
-        assert [row.tokens for row in cohort.rows] == [c.tokens for c in generate(model, batch, schedule).completions]
+    statics = [StaticBatch(model, batch, schedule, graphs=graphs, check_every=1, max_pending=1) for batch in batches]
+    for static in statics:
+        static.prefill()
+    while not all(static.is_done for static in statics):
+        for static in statics:
+            if not static.is_done:
+                static.step()
+    for static, batch in zip(statics, batches, strict=True):
+        assert [row.tokens for row in static.rows] == [c.tokens for c in generate(model, batch, schedule).completions]
 
 
 @pytest.mark.parametrize("group_size", [1, 3])
@@ -196,14 +196,14 @@ def test_no_attention_of_torch_in_the_loop(model: Decoder, monkeypatch: pytest.M
     """Steps attend by the back end's kernel alone: a plan of cuDNN or another library, kept by shape, cannot come up.
     And where prompts, or steps without kernels, do call torch's attention, cuDNN is not among its choices."""
     graphs, called = CudaGraphs(model, ROOM), []
-    cohort = StaticBatch(model, make_requests([5, 9, 2], 40), SkipDecode(L, 5, 2, 1, 39), graphs=graphs)
-    cohort.prefill()
+    static = StaticBatch(model, make_requests([5, 9, 2], 40), SkipDecode(L, 5, 2, 1, 39), graphs=graphs)
+    static.prefill()
     monkeypatch.setattr(view.F, "scaled_dot_product_attention", lambda *a, **k: called.append(a) or a[0])
     monkeypatch.setattr("skipdecode.kv.static_cache.attention", lambda *a: called.append(a) or a[0])
     attends = "skipdecode.backends.torch_kernels.TorchKernels.attend"
     monkeypatch.setattr(attends, lambda _self, _heads, q, *_: q)
-    while not cohort.is_done:
-        cohort.step()
+    while not static.is_done:
+        static.step()
     assert not called
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 

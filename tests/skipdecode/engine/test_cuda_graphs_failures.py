@@ -76,13 +76,13 @@ def test_a_capture_that_fails_leaves_steps_without_graphs(model: Decoder) -> Non
 def test_a_capture_that_fails_late_does_its_step_once(model: Decoder) -> None:
     captures, schedule = FakeCaptures(), SkipDecode(L, 5, 2, 1, 19)
     graphs, requests = CudaGraphs(model, ROOM, captures=captures), make_requests([5, 2, 9], 20)
-    cohort = StaticBatch(model, requests, schedule, graphs=graphs)
-    cohort.prefill()
-    cohort.step()
+    static = StaticBatch(model, requests, schedule, graphs=graphs)
+    static.prefill()
+    static.step()
     captures.fails = RuntimeError("out of luck")
-    while not cohort.is_done:
-        cohort.step()
-    assert [row.tokens for row in cohort.rows] == [c.tokens for c in generate(model, requests, schedule).completions]
+    while not static.is_done:
+        static.step()
+    assert [row.tokens for row in static.rows] == [c.tokens for c in generate(model, requests, schedule).completions]
     assert graphs.failure == "RuntimeError: out of luck"
 
 
@@ -121,16 +121,16 @@ def test_memory_is_that_of_the_batches_that_live(model: Decoder) -> None:
     graphs = CudaGraphs(model, 1 << 22)
     before = graphs.pool.free_bytes
     requests = make_requests([3, 9, 1, 5], 60)
-    cohort = StaticBatch(model, requests, FullDepth(L), graphs=graphs)
+    static = StaticBatch(model, requests, FullDepth(L), graphs=graphs)
     column = 2 * L * model.config.hidden_size * 4
     columns = -(-(9 + 59) // 16) * 16
-    assert cohort.cache_bytes == before - graphs.pool.free_bytes == 4 * columns * column
+    assert static.cache_bytes == before - graphs.pool.free_bytes == 4 * columns * column
     many = make_requests([9] * 200, 60)
     for _ in range(2):  # what cannot be had takes nothing
         with pytest.raises(PoolFull, match=r"actors\.memory_share"):
             StaticBatch(model, many, FullDepth(L), graphs=graphs)
-        assert before - graphs.pool.free_bytes == cohort.cache_bytes
-    del cohort
+        assert before - graphs.pool.free_bytes == static.cache_bytes
+    del static
     assert graphs.pool.free_bytes == before
 
 

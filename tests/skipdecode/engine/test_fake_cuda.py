@@ -122,17 +122,19 @@ def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("keys", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "drawn"])
-def test_a_cohort_reads_nothing_of_the_device_until_it_looks(num_devices: int, keys: dict[str, float]) -> None:
+def test_a_static_batch_does_not_wait_for_the_device_until_it_reads_output(
+    num_devices: int, keys: dict[str, float]
+) -> None:
     """Prompts with padding, steps, and rows that leave."""
     with fake_cuda():
         model = fake_model("llama-3.2-1b", layers=6, num_devices=num_devices)
-        cohort = StaticBatch(model, requests_for(**keys), SkipDecode(6, 6, 2, 1, 3), check_every=NEW)
-        cohort.prefill()
+        static = StaticBatch(model, requests_for(**keys), SkipDecode(6, 6, 2, 1, 3), check_every=NEW)
+        static.prefill()
         for k in range(4):
-            cohort.step()
+            static.step()
             if k == 1:
-                cohort._keep([0, 2, 5])
-        assert cohort._newest.shape == (3,)
+                static._keep([0, 2, 5])
+        assert static._newest.shape == (3,)
 
 
 def test_host_reads_and_mixed_devices_are_seen() -> None:

@@ -112,7 +112,7 @@ def test_torchs_operators_do_as_well() -> None:
 
 
 @pytest.mark.parametrize("name", ["opt-125m", "tinyllama-1.1b"])
-def test_nor_do_prompts_that_share_their_heads(name: str) -> None:
+def test_continuous_batches_with_shared_prefixes_do_not_wait_for_the_device(name: str) -> None:
     prompts = [[2, *range(10, 10 + n), 5 + n] for n in (20, 20, 30, 30, 7)]
     sharing = share_prefixes(prompts, [[8, 20], [8, 20], [8, 20], [8], [4]])
     assert sharing is not None

@@ -225,7 +225,7 @@ def test_fixed_shapes_always_have_a_mask(loaded: Decoder) -> None:
 
 
 @pytest.mark.parametrize("async_output", [(1, 1), (4, 1), (3, 2)], ids=str)
-def test_log_probabilities_come_with_late_looks(loaded: Decoder, async_output: tuple[int, int]) -> None:
+def test_log_probabilities_come_with_late_output(loaded: Decoder, async_output: tuple[int, int]) -> None:
     """Rows leave between, so that what is seen of a choice and given later is of other rows than those left."""
     schedule, prompts = SkipDecode(L, 5, 2, 1, 12), random_prompts([3, 9, 5, 1, 7], seed=1)
     pool = [
@@ -233,14 +233,14 @@ def test_log_probabilities_come_with_late_looks(loaded: Decoder, async_output: t
         for i, p in enumerate(prompts)
     ]
     wanted = generate(loaded, pool, schedule).completions
-    cohort = StaticBatch(
+    static = StaticBatch(
         loaded, pool, schedule, compact_at=1.0, check_every=async_output[0], max_pending=async_output[1]
     )
-    cohort.prefill()
-    while not cohort.is_done:
-        cohort.step()
-    assert len(set(cohort.stats.batch_rows)) > 2, "no row has left"
-    for made, whole in zip(complete(cohort.rows, schedule), wanted, strict=True):
+    static.prefill()
+    while not static.is_done:
+        static.step()
+    assert len(set(static.stats.batch_rows)) > 2, "no row has left"
+    for made, whole in zip(complete(static.rows, schedule), wanted, strict=True):
         assert made.tokens == whole.tokens
         assert len(made.logprobs) == len(whole.logprobs)
         for own, other in zip(made.logprobs, whole.logprobs, strict=True):

@@ -105,7 +105,7 @@ def nested() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, marks
 
 
-def test_heads_of_heads_are_run_behind_them() -> None:
+def test_nested_prefixes_are_run_after_their_parents() -> None:
     prompts, marks = nested()
     sharing = share_prefixes(prompts, marks)
     assert sharing is not None
@@ -117,7 +117,7 @@ def test_heads_of_heads_are_run_behind_them() -> None:
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_heads_of_heads_change_no_token(any_backend: str, family: str) -> None:
+def test_nested_prefixes_change_no_token(any_backend: str, family: str) -> None:
     model, (prompts, marks) = decoder(any_backend, family, "swiftkv", torch.float32), nested()
     for schedule in (FullDepth(L), SwiftPrefill(SkipDecode(L, 4, 2, 1, 7), 3)):
         requests = requests_of(prompts, [6, 3])
@@ -138,10 +138,10 @@ def test_where_layers_are_kernels_no_bit_changes(
         whole, parts = (
             StaticBatch(model, requests, FullDepth(L), sharing=s) for s in (None, share_prefixes(prompts, marks))
         )
-        for cohort in (whole, parts):
-            cohort.prefill()
-            while not cohort.is_done:
-                cohort.step()
+        for static in (whole, parts):
+            static.prefill()
+            while not static.is_done:
+                static.step()
         assert [row.tokens for row in whole.rows] == [row.tokens for row in parts.rows]
         assert [row.logprobs for row in whole.rows] == [row.logprobs for row in parts.rows]
 
@@ -163,11 +163,11 @@ def test_one_copy_of_a_head_is_all_that_is_held(name: str, family: str) -> None:
         model = decoder(name, family, None, torch.float32)
         assert model.supports_shared_prefix
         sharing = share_prefixes(prompts, marks_of(mix))
-        cohort = StaticBatch(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
+        static = StaticBatch(model, requests_of(prompts, [num_new]), schedule, sharing=sharing)
         heads = L * bytes_of(40, 2, family)
-        assert cohort.cache_bytes == heads + sum(bytes_of(9 + n, 5, family) for n in steps)
-        cohort.prefill()
-        assert cohort.cache_bytes == cohort.stats.cache_bytes
+        assert static.cache_bytes == heads + sum(bytes_of(9 + n, 5, family) for n in steps)
+        static.prefill()
+        assert static.cache_bytes == static.stats.cache_bytes
         whole = StaticBatch(model, requests_of(prompts, [num_new]), schedule)
         assert whole.cache_bytes == sum(bytes_of(49 + n, 5, family) for n in steps)
 
@@ -177,11 +177,11 @@ def test_where_nothing_reads_a_shared_copy_rows_have_their_own() -> None:
     prompts = grouped_prompts(mix, 1)
     with forced("torch"):
         model = decoder("torch", "llama", None, torch.float32)
-        cohort = StaticBatch(
+        static = StaticBatch(
             model, requests_of(prompts, [4]), FullDepth(L), sharing=share_prefixes(prompts, marks_of(mix))
         )
-        cohort.prefill()
-        assert cohort.cache_bytes == L * bytes_of(49 + 3, 3, "llama")
+        static.prefill()
+        assert static.cache_bytes == L * bytes_of(49 + 3, 3, "llama")
 
 
 def test_graphs_read_copies() -> None:
