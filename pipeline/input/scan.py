@@ -186,7 +186,7 @@ class _Table(NamedTuple):
 
     schema: pa.Schema
     batches: Iterator[pa.RecordBatch]
-    """Of at most SCANNED_ROWS rows; of Parquet they hold the id column alone."""
+    """Batches of at most SCANNED_ROWS rows; those of Parquet hold the id column alone."""
     num_rows: int | None
     """None: not known before the last batch."""
     num_bytes: int
