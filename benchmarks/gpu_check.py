@@ -1,10 +1,9 @@
-"""The first minutes on a GPU: `python -m benchmarks.gpu_check`, or `make gpu`. Needs no Ray and no pydantic.
+"""Checks a GPU step by step: `python -m benchmarks.gpu_check`, or `make gpu`. Needs no Ray and no pydantic.
 
-Checks one thing after the other, from what must hold (the device counts, tokens are those of a CPU, steps can be
-captured) to what should (memory stays flat, speed is near its prediction). It stops at the first that is wrong, with a
-sentence that says what. All that was found until then goes into one JSON under benchmarks/results/. A check that the
-machine has no means for (no pytest, no Ray) is named as not run. Exit codes: 0 nothing is wrong; 1 something is wrong;
-2 there is no GPU.
+It goes from what must hold (the device computes, tokens are those of a CPU, steps can be captured) to what should hold
+(memory stays flat, speed is near its prediction), and stops at the first failure with a sentence that names it. Results
+so far are written to one JSON file under benchmarks/results/. A check that cannot run here (no pytest, no Ray) is
+listed as not run. Exit codes: 0 everything is right; 1 something is wrong; 2 there is no GPU.
 """
 
 import argparse
@@ -35,7 +34,7 @@ CHECKS: dict[str, Check] = {
     "attention": check_attention,
     "captures": check_captures,
     "batches": check_batches,
-    "replays": check_replays,  # before the speed: it says where the time of a slow step goes
+    "replays": check_replays,  # before the speed, because it shows where the time of a slow step goes
     "speed": check_speed,
     "larger": check_larger,
     "overlap": check_overlap,
@@ -53,9 +52,9 @@ def run_checks(
     log: Callable[[str], None],
     save: Callable[[Document], None] = lambda _: None,
 ) -> Document:
-    """What each found, in order, until the first that is wrong: `wrong` names it, and None says that nothing is.
+    """The results of the checks up to the first failure, which `wrong` names (None if there is none).
 
-    `save` has what there is so far after each: a machine may be taken away at any moment.
+    `save` is called with the results so far after each check, since a machine may disappear at any moment.
     """
     seconds: dict[str, float] = {}
     document: Document = {"wrong": None, "seconds": seconds}
@@ -63,7 +62,7 @@ def run_checks(
         start = time.perf_counter()
         try:
             document[name] = found = check(bench)
-        except Exception as error:  # whatever it is, it is what is wrong
+        except Exception as error:  # any error is a failed check
             sentence = str(error.args[0]) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
             document["wrong"] = f"{name}: {sentence}"
             document[name] = error.args[1] if isinstance(error, Wrong) and len(error.args) > 1 else None
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="opt-1.3b", help="of the model that is timed, random weights")
     parser.add_argument("--larger", default="opt-6.7b", help="of the one that is timed after it; none: no other")
-    optional = [name for name in CHECKS if name != "captures"]  # which makes the model of those behind it
+    optional = [name for name in CHECKS if name != "captures"]  # it builds the model for later checks
     parser.add_argument("--skip", action="append", default=[], choices=optional, help="a check to leave out")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args(argv)
@@ -114,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def others_see() -> str:
-    """What the driver sees where torch sees nothing, for the sentence on it."""
+    """Names the devices that nvidia-smi lists although torch sees none; empty if there are none."""
     smi = nvidia_smi()
     names = [str(device["name"]) for device in smi["devices"]]  # type: ignore[attr-defined]
     if not names:

@@ -1,6 +1,6 @@
-"""torch's back ends of attention and the kernel of our own: bytes per second, and what a shape costs the first time.
+"""Attention by torch's back ends and by our kernel: bandwidth, and what the first call with a new shape costs.
 
-B rows, H heads of queries, G of keys and values, S columns, T columns of a prompt, K head dim.
+B rows, H query heads, G KV heads, S columns of the cache, T columns of a prompt, K head dim.
 """
 
 import time
@@ -28,9 +28,9 @@ BACKENDS = {
 }
 CHOICE, OURS = "default", "ours"
 MAX_NEW_SHAPE_S = 0.005
-"""A kernel that is there is launched in microseconds; one that is planned or compiled first takes tens of these."""
+"""Launching a kernel takes microseconds; one that has to be planned or compiled first takes tens of milliseconds."""
 MIN_OF_BEST = 0.9
-"""Of the bandwidth of torch's best back end, below which our own kernel is no gain."""
+"""Share of the bandwidth of torch's best back end that our kernel must reach."""
 REPEATS = 20
 PROMPT_ROWS = 8
 GROUP = 4
@@ -49,16 +49,16 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Read and written at least: queries twice, for what comes out is as large."""
+        """The least bytes read and written; queries count twice because the output is as large."""
         mask = 0 if self.mask is None else self.mask.nbytes
         return 2 * self.q.nbytes + self.k.nbytes + self.v.nbytes + mask
 
     def by_torch(self) -> Tensor:
-        """As prompts have it."""
+        """Causal attention over whole prompts."""
         return attention(self.q, self.k, self.v, self.mask)
 
     def by_us(self) -> Tensor:
-        """For one query a row, all columns seen."""
+        """Attention of one query per row to all columns."""
         attend = backend_on(self.k.device).decode_attention(self.k)
         assert attend is not None, "no kernel for one column"
         first = torch.zeros(len(self.k), dtype=torch.int64, device=self.k.device)
@@ -66,20 +66,20 @@ class Case:
 
 
 def query(bench: Bench, columns: int) -> Case:
-    """One query a row behind a mask, as in a decode step: mask [B, 1, 1, S]."""
+    """Attention of one query per row with a mask [B, 1, 1, S], as in a decode step."""
     rows = min(bench.rows)
     return Case(*_tensors(bench, rows, 1, columns), _mask(bench, rows, 1, columns))
 
 
 def prompt(bench: Bench, columns: int, *, is_masked: bool) -> Case:
-    """Prompts, behind a mask [B, 1, T, T] as where some are padded, or without one."""
+    """Attention of prompts, with a mask [B, 1, T, T] as for padded ones, or without."""
     rows = min(PROMPT_ROWS, *bench.rows)
     mask = _mask(bench, rows, columns, columns).tril() if is_masked else None
     return Case(*_tensors(bench, rows, columns, columns), mask)
 
 
 def prompt_of_groups(bench: Bench, columns: int) -> Case:
-    """As `prompt` behind a mask, where four heads of queries or more share one of keys."""
+    """As `prompt` with a mask, for models where four query heads or more share a KV head."""
     case = prompt(bench, columns, is_masked=True)
     heads = max(1, min(case.k.shape[1], case.q.shape[1] // GROUP))
     return Case(case.q, case.k[:, :heads], case.v[:, :heads], case.mask)
@@ -95,7 +95,8 @@ CASES: dict[str, Callable[[Bench, int], Case]] = {
 
 @torch.inference_mode()
 def check_attention(bench: Bench) -> Found:
-    """Our kernel reads about as fast as torch's best back end, and no new shape waits for a plan or a compiler."""
+    """Checks that our kernel reads about as fast as torch's best back end, and that new shapes need no planning or
+    compiling."""
     found: dict[str, dict[str, Found]] = {}
     for name, make in CASES.items():
         ways: dict[str, AbstractContextManager[None]] = {CHOICE: nullcontext()}
@@ -108,7 +109,7 @@ def check_attention(bench: Bench) -> Found:
 
 
 def judged(found: dict[str, dict[str, Found]]) -> str | None:
-    """What is wrong with these times; None: nothing."""
+    """What is wrong with these times; None if nothing is."""
     for name, ways in found.items():
         if "refused" in ways[CHOICE]:
             return f"torch takes no attention, {name}: {ways[CHOICE]['refused']}"
@@ -125,7 +126,7 @@ def judged(found: dict[str, dict[str, Found]]) -> str | None:
 
 
 def kept_scores(found: dict[str, dict[str, Found]]) -> str | None:
-    """What is wrong where torch's memory-efficient attention does not serve prompts, as on any GPU it must."""
+    """What is wrong if torch's memory-efficient attention does not run prompts, as it must on any GPU; else None."""
     for name, ways in found.items():
         if (why := ways.get("efficient", {}).get("refused")) is not None:
             return f"{name}: what takes little memory refuses it ({why}), and what is left keeps all scores"
@@ -133,7 +134,7 @@ def kept_scores(found: dict[str, dict[str, Found]]) -> str | None:
 
 
 def _by_torch(bench: Bench, make: Callable[[Bench, int], Case], context: AbstractContextManager[None]) -> Found:
-    """The times; `refused` where the back end does not take the shape. Why it does not, torch warns of."""
+    """The times, or `refused` with torch's warning where the back end does not take the shape."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""What the checks of `benchmarks.gpu_check` share: the device, the shape that is timed, and how a check ends."""
+"""What the checks of `benchmarks.gpu_check` share: the device, the model that is timed, and the results of a check."""
 
 import gc
 import random
@@ -21,29 +21,29 @@ Found = dict[str, object]
 
 
 class Wrong(Exception):
-    """What is wrong, as a sentence; then what was found."""
+    """A failed check. Its arguments are a sentence that says what is wrong, and optionally what was found."""
 
 
 def not_run(why: str) -> Found:
-    """For a check that this machine has no means for. It is said, and the next one runs."""
+    """The result of a check that this machine cannot run, and why."""
     return {"not_run": why}
 
 
 @dataclass
 class Bench:
-    """The model is there once `check_captures` has made it."""
+    """The device and the models to check. The model exists once `check_captures` has built it."""
 
     device: torch.device
     config: DecoderConfig
     larger: DecoderConfig | None = None
-    """Timed behind the other; None: no other."""
+    """A larger model that is timed afterwards; None: no other."""
     rows: tuple[int, ...] = (64, 256)
     prompt_tokens: int = 128
     new_tokens: int = 128
     context: int = 1024
-    """Columns that attention alone reads."""
+    """Columns of the cache in the checks of attention."""
     cache_bytes: int | None = None
-    """For graphs; None: the share of the device that a worker takes."""
+    """Memory for graphs; None: the share of the device that a worker takes."""
     seed: int = 0
     model: Decoder = field(init=False)
     graphs: CudaGraphs = field(init=False)
@@ -68,12 +68,12 @@ class Bench:
         return [Request(str(i), [rng.randrange(4, vocab) for _ in range(n)], sampling) for i, n in enumerate(lengths)]
 
     def wait(self) -> None:
-        """Until the device has done all that was launched."""
+        """Waits until the device has done everything that was launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Gives the model, its caches and its graphs back, for whoever takes the device next."""
+        """Frees the model, its caches and its graphs."""
         for name in ("graphs", "model"):
             self.__dict__.pop(name, None)
         gc.collect()

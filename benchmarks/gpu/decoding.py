@@ -1,4 +1,4 @@
-"""Decoding on the device: tokens, captures, batches of mixed lengths, and the time of a step beside its roofline."""
+"""Checks of decoding: tokens, captures, batches of mixed lengths, and the time of a step against its roofline."""
 
 import random
 import time
@@ -63,7 +63,7 @@ def check_tokens(bench: Bench) -> Found:
 
 
 def check_captures(bench: Bench) -> Found:
-    """Every graph of the shape, which is plans x numbers of rows, is captured ahead of the first batch."""
+    """Checks that every graph (plans x batch sizes) is captured before the first batch."""
     start = time.perf_counter()
     bench.model = random_model(bench.config, device=str(bench.device), dtype=torch.bfloat16).pack()
     made_s = time.perf_counter() - start
@@ -91,7 +91,7 @@ def check_captures(bench: Bench) -> Found:
 
 
 def check_batches(bench: Bench) -> Found:
-    """Ten batches of mixed lengths: nothing more is captured, and memory stays."""
+    """Checks that ten batches of mixed lengths capture nothing more and that memory does not grow."""
     rng, times, reserved = random.Random(1), [], []
     captured, most = bench.graphs.num_captured, bench.prompt_tokens
     for number in range(10):
@@ -115,7 +115,7 @@ def check_batches(bench: Bench) -> Found:
 
 
 def check_speed(bench: Bench) -> Found:
-    """Milliseconds of a step beside the roofline of this very device, and the speedup beside its prediction."""
+    """Measures a step against the roofline of this device, and the speedup against its prediction."""
     rows = [row for size in bench.rows for row in _timed(bench, size)]
     found: Found = {"bytes_per_s": bench.ceilings.bytes_per_s, "flops_per_s": bench.ceilings.flops_per_s, "rows": rows}
     slow = [
@@ -131,7 +131,7 @@ def check_speed(bench: Bench) -> Found:
 
 
 def check_larger(bench: Bench) -> Found:
-    """The same captures and times of a larger model, as far as the device holds it."""
+    """Repeats captures and times with the larger model if it fits the device."""
     bench.release()
     if bench.larger is None:
         return not_run("no larger shape is asked for")
@@ -151,7 +151,7 @@ def check_larger(bench: Bench) -> Found:
 
 
 def rows_that_fit(config: DecoderConfig, bench: Bench, room: int) -> tuple[int, ...]:
-    """Of the numbers of rows that are timed, those whose keys and values fit beside the weights, at full depth."""
+    """The batch sizes whose keys and values fit beside the weights at full depth."""
     full, left = FullDepth(config.num_hidden_layers), room - ITEMSIZE * num_weights(config)
     per_row = cache_bytes_per_row(
         config, full, prompt_columns=bench.prompt_tokens, num_new=bench.new_tokens, itemsize=ITEMSIZE
@@ -160,7 +160,7 @@ def rows_that_fit(config: DecoderConfig, bench: Bench, room: int) -> tuple[int, 
 
 
 def _timed(bench: Bench, size: int) -> list[dict[str, Any]]:
-    """Full depth and skipping at so many rows; the median of three."""
+    """Times full depth and skipping with `size` rows; medians of three runs."""
     requests = bench.requests([bench.prompt_tokens] * size, bench.new_tokens)
     rows: list[dict[str, Any]] = []
     full_s = (0.0, 0.0)
@@ -185,12 +185,12 @@ def _timed(bench: Bench, size: int) -> list[dict[str, Any]]:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Bytes that torch holds of the device, in use or not."""
+    """Device memory that torch has reserved, in use or not."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def _outside_torch(device: torch.device) -> int:
-    """Bytes of the device that are in use, and not torch's in this process."""
+    """Device memory in use by anything but torch in this process."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""The machine itself: what nvidia-smi and torch say of it, and whether its kernels can be captured."""
+"""Checks of the machine: what nvidia-smi and torch report, and whether decode steps can be captured."""
 
 import csv
 import io
@@ -19,11 +19,11 @@ FIELDS = (
     "power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "mig.mode.current",
 )  # fmt: skip
 UNKNOWN = ("n/a", "not supported", "not available", "unknown error")
-"""What nvidia-smi puts in brackets where it has no number."""
+"""What nvidia-smi prints in brackets instead of a value."""
 
 
 def check_device(bench: Bench) -> Found:
-    """The device counts, and there is room on it; what it is, and the versions of what drives it."""
+    """Checks that the device computes and has free memory; reports what it is and its software's versions."""
     if torch.ones(1 << 20, device=bench.device).sum().item() != 1 << 20:
         raise Wrong("the device adds up a million ones to another number; it or its driver is broken")
     found: Found = versions() | {"backend": type(backend_on(bench.device)).__name__, "nvidia_smi": nvidia_smi()}
@@ -38,7 +38,7 @@ def check_device(bench: Bench) -> Found:
 
 
 def check_kernels(bench: Bench) -> Found:
-    """Steps can be captured at all: kernels read their bounds on the device."""
+    """Checks that steps can be captured, which needs kernels that read their bounds on the device."""
     if not backend_on(bench.device).supports_graph_capture:
         raise Wrong(
             "the kernels here read no bounds on the device, so steps cannot be CUDA graphs; install triton and unset "
@@ -50,7 +50,7 @@ def check_kernels(bench: Bench) -> Found:
 
 
 def versions() -> Found:
-    """Of Python and of what decodes on a GPU; None where it is not installed."""
+    """Versions of Python and of the packages that decode on a GPU; None for those that are not installed."""
     found: Found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "ray", "transformers"):
         try:
@@ -61,20 +61,20 @@ def versions() -> Found:
 
 
 def nvidia_smi() -> Found:
-    """The driver, the CUDA that it serves, and every device of the machine; `problem` where the tool says nothing."""
+    """The driver, its CUDA version and every device of the machine; `problem` where nvidia-smi fails."""
     try:
         head = _asked()
         rows = parse_devices(_asked(f"--query-gpu={','.join(FIELDS)}", "--format=csv"))
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stdout", None) or "").strip() or str(error)  # what it refuses goes to stdout
+        said = str(getattr(error, "stdout", None) or "").strip() or str(error)  # its refusals go to stdout
         return {"problem": said.splitlines()[-1][:300], "devices": []}
     return {"driver": rows[0]["driver_version"] if rows else None, "cuda": parse_cuda(head), "devices": rows}
 
 
 def parse_devices(text: str) -> list[dict[str, str | None]]:
-    """A dictionary for each line of `nvidia-smi --query-gpu=... --format=csv`; None where a field has no value."""
+    """A dictionary per line of `nvidia-smi --query-gpu=... --format=csv`, with None for fields without a value."""
     header, *lines = list(csv.reader(io.StringIO(text), skipinitialspace=True)) or [[]]
-    names = [name.partition(" [")[0] for name in header]  # the unit stands behind every number, too
+    names = [name.partition(" [")[0] for name in header]  # values are followed by their unit, too
     rows = [dict(zip(names, map(str.strip, line), strict=True)) for line in lines if line]
     return [
         {name: None if value.strip("[]").lower() in UNKNOWN else value for name, value in row.items()} for row in rows
@@ -82,7 +82,7 @@ def parse_devices(text: str) -> list[dict[str, str | None]]:
 
 
 def parse_cuda(text: str) -> str | None:
-    """The version of CUDA in the head of plain `nvidia-smi`: the newest that the driver serves."""
+    """The newest CUDA version that the driver supports, from the header of plain `nvidia-smi`."""
     found = re.search(r"CUDA (?:UMD )?Version:\s*(\d+(?:\.\d+)*)", text)
     return found[1] if found else None
 

@@ -1,9 +1,8 @@
-"""Layers on two GPUs: while one part of a batch is on a GPU, the other is on the one before
-(`skipdecode.model.pipeline_parallel`).
+"""Checks that two GPUs with a model's layers work at the same time (`skipdecode.model.pipeline_parallel`).
 
-Prompts are timed: their products keep a GPU busy far longer than the host takes to launch them. Two parts should take
-little longer than one, though they are twice the work. Steps are timed too, and not judged: those of small models are
-launched more slowly than they run.
+Prefill is timed, since its products keep a GPU busy far longer than the host takes to launch them. Two micro-batches
+should take little longer than one, though they are twice the work. Decode steps are timed too, but not judged: small
+models take longer to launch than to run.
 """
 
 import time
@@ -22,13 +21,13 @@ from skipdecode.schedules.plan import FullDepth, LayerPlan
 
 COUNT = 2
 MAX_RATIO = 1.5
-"""Of the time of two parts to that of one: near 1 where they overlap, 2 where one waits for the other."""
+"""The largest ratio of the time of two micro-batches to that of one: near 1 if they overlap, 2 if one waits."""
 REPEATS = 5
 
 
 @dataclass(frozen=True)
 class OnePart(Placement):
-    """The same layers on the same devices, and all rows at once."""
+    """The same placement of layers, with all rows in one micro-batch."""
 
     @property
     def num_parts(self) -> int:
@@ -37,7 +36,7 @@ class OnePart(Placement):
 
 @torch.inference_mode()
 def check_overlap(bench: Bench) -> Found:
-    """Two GPUs work at the same time."""
+    """Checks that two GPUs work at the same time."""
     bench.release()
     devices = visible(bench.device)
     if len(devices) < COUNT:
@@ -66,7 +65,7 @@ def check_overlap(bench: Bench) -> Found:
 
 
 def overlap_problem(one_s: float, two_s: float) -> str | None:
-    """What is wrong with the time of two parts beside that of one; None: nothing."""
+    """What is wrong with the time of two micro-batches against that of one; None if nothing is."""
     if two_s <= MAX_RATIO * one_s:
         return None
     return (
@@ -82,7 +81,7 @@ def visible(device: torch.device) -> list[torch.device]:
 
 
 def placed(bench: Bench, devices: Sequence[torch.device]) -> Decoder:
-    """The shape with random weights, its layers dealt out; made on the first device, which has room for all of it."""
+    """A model with random weights whose layers are on several devices; built on the first, which can hold all of it."""
     model = random_model(bench.config, device=str(devices[0]), dtype=torch.bfloat16)
     model.placement = deal(bench.layers, devices)
     for layer, device in zip(model.layers, model.placement.of_layers, strict=True):
@@ -93,7 +92,7 @@ def placed(bench: Bench, devices: Sequence[torch.device]) -> Decoder:
 def timed_passes(
     bench: Bench, model: Decoder, plan: LayerPlan, rows: int, devices: Sequence[torch.device]
 ) -> tuple[float, float]:
-    """Median seconds of prompts of so many rows, and of a step behind them."""
+    """Median seconds of prefill and of a decode step with `rows` rows."""
     columns, device = bench.prompt_tokens, model.device
     pads = torch.zeros(rows, dtype=torch.int64, device=device)
     tokens = torch.full((rows, columns), 4, dtype=torch.int64, device=device)
@@ -112,7 +111,7 @@ def timed_passes(
 
 
 def median_s(work: Callable[[], None], devices: Sequence[torch.device]) -> float:
-    """Of REPEATS, behind one that warms up."""
+    """The median of REPEATS calls after a warm-up call."""
     times: list[float] = []
     for _ in range(REPEATS + 1):
         _wait(devices)

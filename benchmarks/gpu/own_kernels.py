@@ -1,6 +1,6 @@
-"""Every kernel of our own once, on a GPU, at the shapes of the tests: `python -m benchmarks.gpu.own_kernels`.
+"""Runs each of our CUDA kernels once at the shapes of the tests: `python -m benchmarks.gpu.own_kernels`.
 
-For compute-sanitizer, which watches a process from its start. Needs neither pytest nor Ray.
+It is the process that compute-sanitizer watches, and needs neither pytest nor Ray.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""What runs in processes of its own: the `gpu` tests, our kernels under compute-sanitizer, and one job with Ray."""
+"""Checks that run in processes of their own: the `gpu` tests, our kernels under compute-sanitizer, and a job with
+Ray."""
 
 import json
 import os
@@ -18,18 +19,18 @@ from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
 
 ROOT = Path(__file__).parents[2]
 LANE = ("tests/skipdecode/test_gpu.py", "tests/skipdecode/backends/test_gpu_kernels.py")
-"""Named, since the other files import Ray when they are collected."""
+"""Test files that import no Ray when they are collected."""
 LANE_NEEDS = ("pytest", "pytest_timeout", "hypothesis", "transformers", "pyarrow", "pydantic")
 LANE_S, SANITIZER_S, JOB_S = 240, 150, 180
 ERRORS_EXIT = 86
 KEPT = 8000
-"""Characters of what a process said that was stopped."""
+"""Characters kept of the output of a process that was stopped."""
 JOB_NEEDS = ("ray", "pyarrow", "pydantic", "yaml")
 JOB_ROWS = 256
 
 
 def check_lane(bench: Bench) -> Found:
-    """The tests that are marked `gpu` pass, and some of them run."""
+    """Checks that the tests marked `gpu` pass, and that some of them run."""
     if why := missing(LANE_NEEDS) or absent(LANE):
         return not_run(why)
     start = time.perf_counter()
@@ -91,7 +92,7 @@ def check_job(bench: Bench) -> Found:
 
 
 def job_problem(report: Mapping[str, object], rows: int) -> str | None:
-    """What is wrong with a report.json of so many rows; None: nothing."""
+    """What is wrong with the report.json of a job; None if nothing is."""
     if (report["completed"], report["failed"]) != (rows, 0):
         return f"the job completed {report['completed']} of {rows} rows, and {report['failed']} failed"
     for actor in report["actors"]:  # type: ignore[attr-defined]
@@ -102,14 +103,14 @@ def job_problem(report: Mapping[str, object], rows: int) -> str | None:
 
 
 def parse_lane(text: str) -> tuple[dict[str, int], list[str]]:
-    """What pytest counts in its last line, and the tests that failed, with their reasons."""
+    """The counts in pytest's last line, and the failed tests with their reasons."""
     lines = text.rstrip().splitlines() or [""]
     counts = {what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) ([a-z]+)", lines[-1])}
     return counts, [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
 
 
 def parse_sanitizer(text: str) -> tuple[int | None, str | None]:
-    """How many errors it sums up (None: it does not), and the first in a line."""
+    """The number of errors that compute-sanitizer reports (None if it does not), and the first one."""
     said = [line.strip("= ").strip() for line in text.splitlines() if line.startswith("=========")]
     sums = [found for line in said if (found := re.search(r"ERROR SUMMARY: (\d+) error", line))]
     if not sums:
@@ -120,7 +121,7 @@ def parse_sanitizer(text: str) -> tuple[int | None, str | None]:
 
 
 def find_sanitizer(environment: Mapping[str, str]) -> str | None:
-    """On PATH, or in the folder of CUDA."""
+    """The program on PATH or in CUDA's folder; None if it is in neither."""
     folders = [environment[name] for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
     places = [
         f"{folder}/{inside}" for folder in (*folders, "/usr/local/cuda") for inside in ("bin", "compute-sanitizer")
@@ -129,19 +130,19 @@ def find_sanitizer(environment: Mapping[str, str]) -> str | None:
 
 
 def missing(modules: Iterable[str]) -> str | None:
-    """A sentence on those that are not installed."""
+    """A sentence that names the packages which are not installed; None if all are."""
     names = [name for name in modules if find_spec(name) is None]
     return f"not installed: {', '.join(names)}" if names else None
 
 
 def absent(paths: Iterable[str]) -> str | None:
-    """A sentence on those that this copy of the project does not have."""
+    """A sentence that names the files which this copy of the project lacks; None if it has all."""
     names = [path for path in paths if not (ROOT / path).exists()]
     return f"not in this copy of the project: {', '.join(names)}" if names else None
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Of what a process said, where people look for the reason."""
+    """The part of a process's output where people look for the reason."""
     lines = (done.stdout + "\n" + done.stderr).split("\n")
     return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "it said nothing")
 
@@ -170,7 +171,7 @@ def finished(
 
 
 def _stop(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """With all that it started; a job gets time to take Ray down. What was said, on stdout and stderr."""
+    """Stops a process and everything it has started, giving a job time to shut Ray down; returns stdout and stderr."""
     for sign, wait_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, sign)

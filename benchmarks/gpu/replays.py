@@ -1,7 +1,7 @@
-"""Twenty replays of a captured step under torch's profiler: kernels of a layer, gaps between them, shares of the time.
+"""Profiles twenty replays of a captured step: kernels per layer, gaps between them, and shares of the time.
 
-Kernels of a layer are those that the deepest plan has more than the shallowest one, by their layers: what lies around
-the layers (embeddings, head, choice of a token) falls out.
+Kernels per layer are the difference between the deepest and the shallowest plan, divided by their difference in layers,
+so that embeddings, LM head and the choice of a token cancel out.
 """
 
 import json
@@ -23,11 +23,11 @@ from skipdecode.schedules.plan import LayerPlan
 
 REPLAYS = 20
 PROMISED = {"relu": 7, "swiglu": 8}
-"""Kernels of a layer by the kind of its feed-forward block (`skipdecode.backends.cuda_backend`)."""
+"""Kernels of a layer by its activation (`skipdecode.backends.cuda_backend`)."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace."""
 SPLIT = re.compile(r"splitk_?reduce", re.IGNORECASE)
-"""cuBLAS cuts a product of few rows into parts at times, and adds them up in a kernel of its own: part of a product."""
+"""cuBLAS sometimes splits a product of few rows, and adds the parts in another kernel, which counts to the product."""
 KINDS = {
     "attention": re.compile(r"attend_kernel"),
     "norms": re.compile(r"add_norm_kernel"),
@@ -41,7 +41,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Kernel:
-    """Or a copy, or a fill, of device memory."""
+    """A kernel, or a copy or fill of device memory."""
 
     name: str
     start_us: float
@@ -50,7 +50,7 @@ class Kernel:
 
 @torch.inference_mode()
 def check_replays(bench: Bench) -> Found:
-    """A layer is as few kernels as promised; how long the device stands between them, and what they take."""
+    """Checks that a layer has no more kernels than promised; reports the gaps between kernels and their shares."""
     plans = plans_of(bench.schedules().values(), bench.new_tokens)
     deep, shallow = plans[0], plans[-1]
     found: list[Found] = []
@@ -66,7 +66,7 @@ def check_replays(bench: Bench) -> Found:
 
 
 def kernels_in(events: Iterable[Event]) -> list[Kernel]:
-    """Of a Chrome trace, in the order in which they began."""
+    """The kernels of a Chrome trace, by their start."""
     whole = (event for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE)
     found = [Kernel(str(one["name"]), float(one["ts"]), float(one["ts"]) + float(one["dur"])) for one in whole]
     return sorted(found, key=lambda kernel: kernel.start_us)
@@ -75,14 +75,14 @@ def kernels_in(events: Iterable[Event]) -> list[Kernel]:
 def per_layer(
     deep: Sequence[Kernel], shallow: Sequence[Kernel], layers: int, replays: int = REPLAYS
 ) -> dict[str, float]:
-    """By name, how many kernels of a replay one layer has; `layers`: how many one trace has more than the other."""
+    """Kernels per layer by name; `layers`: how many more layers the first trace has than the second."""
     counts = Counter(kernel.name for kernel in deep)
     counts.subtract(Counter(kernel.name for kernel in shallow))
     return {name: count / (replays * layers) for name, count in counts.items() if count}
 
 
 def too_many(each: Mapping[str, float], promised: int) -> str | None:
-    """What is wrong with these kernels of a layer; None: nothing."""
+    """What is wrong with these kernels of a layer; None if nothing is."""
     counted = {name: number for name, number in each.items() if not SPLIT.search(name)}
     total = round(sum(counted.values()), 2)
     if total <= promised:
@@ -92,7 +92,7 @@ def too_many(each: Mapping[str, float], promised: int) -> str | None:
 
 
 def described(kernels: Sequence[Kernel], replays: int = REPLAYS) -> Found:
-    """Microseconds of a replay, of the gaps within and between replays, and the share of each kind of kernel."""
+    """Microseconds of a replay and of the gaps within and between replays, and the share of each kind of kernel."""
     a_step = len(kernels) // replays if len(kernels) % replays == 0 else None  # else where one ends is not known
     inside: list[float] = []
     between: list[float] = []
@@ -113,7 +113,7 @@ def described(kernels: Sequence[Kernel], replays: int = REPLAYS) -> Found:
 
 
 def shares(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Of the time that kernels run, by kind; the longest first."""
+    """Shares of the kernels' time by kind, largest first."""
     times: Counter[str] = Counter()
     for kernel in kernels:
         kind = next((kind for kind, names in KINDS.items() if names.search(kernel.name)), "others")
@@ -122,7 +122,7 @@ def shares(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def _replaying(bench: Bench, plan: LayerPlan, rows: int) -> Callable[[], None]:
-    """Steps of `plan` behind prompts whose keys and values are whatever lies there: time does not depend on them."""
+    """Replays steps of `plan` over uninitialised keys and values, on which the time does not depend."""
     graphs, layers = bench.graphs, bench.layers
     pads = torch.zeros(rows, dtype=torch.int64, device=bench.device)
     columns = bench.prompt_tokens + REPLAYS + 1
@@ -141,7 +141,7 @@ def _replaying(bench: Bench, plan: LayerPlan, rows: int) -> Callable[[], None]:
 
 
 def _traced(work: Callable[[], None]) -> list[Event]:
-    """The events of a Chrome trace of the work."""
+    """The events of a Chrome trace of `work`."""
     wanted = supported_activities() & {ProfilerActivity.CUDA} or supported_activities()
     with profile(activities=wanted) as profiler:
         work()
