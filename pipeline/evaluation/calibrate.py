@@ -1,8 +1,9 @@
-"""`jobs.calibrate` as a library call: sample prompts in, a checkpoint that carries what was found out.
+"""`jobs.calibrate` as a library call: finds, on sample prompts, what a model can skip, and stores it with the model.
 
-The output is the model's folder again (weights linked where the filesystem can) with `ffn_skip` or `drafts` in its
-`config.json`, and under `calibration/` what was measured. In this process, on one device; the measuring is
-`actors.measuring.calibrate` and `actors.measuring.draft_search`.
+The output is a copy of the checkpoint (weights are linked where the filesystem can) with `ffn_skip` or `drafts` in its
+`config.json`, and the measurements under `calibration/`. Everything runs in this process on one device; the
+measuring is
+done by `actors.measuring.calibrate` and `actors.measuring.draft_search`.
 """
 
 import time
@@ -56,21 +57,21 @@ PROGRESS_S = 5.0
 
 class CalibrateConfig(Section):
     target: Literal["ffn_skip", "drafts"] = "ffn_skip"
-    """ffn_skip: feed-forward blocks to leave out. drafts: the layers that draft best for `decode.lossless`."""
+    """ffn_skip: which feed-forward blocks can be skipped. drafts: which layers draft best for `decode.lossless`."""
     model: ModelConfig = ModelConfig()
     decode: DecodeConfig = DecodeConfig(method="full")
-    """The schedule beneath, without `ffn_skip`. For drafts it is full depth."""
+    """The schedule to which skipping is added; for target=drafts it must be full depth."""
     prefill: PrefillConfig = PrefillConfig()
     input: InputConfig = InputConfig()
-    """Sample prompts, as jobs.generate reads them; rows that it would fail are left out."""
+    """Sample prompts, read as by `generate`; bad rows are left out."""
     num_prompts: Annotated[int, Field(ge=1)] = 128
-    """The first distinct ones."""
+    """The number of sample prompts: the first distinct ones of the input."""
     skip_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
-    """ffn_skip: blocks of decode steps to leave out, of all that the schedule beneath runs."""
+    """target=ffn_skip: the share of the feed-forward blocks of decode steps to skip."""
     warmup_tokens: Annotated[int, Field(ge=0)] = 25
-    """ffn_skip: decode steps that skip nothing."""
+    """target=ffn_skip: the first decode steps, which skip nothing."""
     batch_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 8, 32)
-    """drafts: rows that a run may have in a batch; drafts are chosen by what they gain in the mean of these."""
+    """target=drafts: batch sizes to optimise for; drafts are chosen by their mean gain over these."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
     """Tokens of each sample answer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -84,11 +85,11 @@ class CalibrateConfig(Section):
 
 
 OF_TARGET = {"ffn_skip": ("skip_share", "warmup_tokens"), "drafts": ("batch_sizes",)}
-"""Keys that the other target has no use for."""
+"""Keys that only one target uses."""
 
 
 def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | DraftsDocument:
-    """Measures, proposes, and writes the checkpoint; gives back `calibration/calibration.json`."""
+    """Measures, proposes, and writes the checkpoint; returns the contents of `calibration/calibration.json`."""
     started = time.monotonic()
     check_keys(config)
     target = new_folder(config.output)
@@ -100,7 +101,7 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
         model = check_model(
             JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), log
         )
-    except ConfigError as error:  # it speaks of a job's keys
+    except ConfigError as error:  # which names the key of a job
         raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error
     if config.target == "drafts":
         check_carried(model)
@@ -146,26 +147,20 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
 
 
 def check_keys(config: CalibrateConfig) -> None:
-    """ConfigError for keys that do not go together."""
+    """Raises ConfigError for keys that contradict each other."""
     if config.decode.ffn_skip is not None:
-        raise ConfigError("decode.ffn_skip", "is what is looked for; give the schedule beneath alone")
+        raise ConfigError("decode.ffn_skip", "is what calibration looks for; leave it out")
     if config.decode.lossless:
-        raise ConfigError("decode.lossless", "the schedule beneath is to be decoded by; leave it out")
+        raise ConfigError("decode.lossless", "calibration decodes by the schedule itself; leave it out")
     if "prefix" in config.decode.model_fields_set:
-        raise ConfigError("decode.prefix", "has no meaning here, where every prompt runs by itself; leave it out")
+        raise ConfigError("decode.prefix", "calibration shares no prefixes; leave it out")
     if config.model.quantization is not None:
-        raise ConfigError(
-            "model.quantization", "what is looked for is measured with the weights as they are; leave it null"
-        )
+        raise ConfigError("model.quantization", "calibration measures the unquantized weights; leave it null")
     for target, keys in OF_TARGET.items():
         if wrong := [key for key in keys if target != config.target and key in config.model_fields_set]:
             raise ConfigError(wrong[0], f"has no meaning with target={config.target}; leave it out, or target={target}")
-    if config.target == "drafts":
-        check_draft_keys(config)
-
-
-def check_draft_keys(config: CalibrateConfig) -> None:
-    """The same for `target=drafts`."""
+    if config.target != "drafts":
+        return
     given = {key: getattr(config.decode, key) for key in sorted(config.decode.model_fields_set)}
     if any(value is not None for key, value in given.items() if (key, value) != ("method", "full")):
         raise ConfigError("decode", f"drafts are for full depth, and looked for by target=drafts; leave out {given}")
@@ -180,7 +175,7 @@ def check_draft_keys(config: CalibrateConfig) -> None:
 def propose(
     generator: Generator, pairs: Sequence[Pair], config: CalibrateConfig, log: Log
 ) -> tuple[Sample, Candidate, Candidate]:
-    """The texts as they were measured, and which blocks to leave out: a fixed set, and by the row rule."""
+    """The measured sample and two proposals: a fixed set of blocks to skip, and a threshold for the row rule."""
     sample = Sample(generator.model, generator.schedule(config.max_new_tokens), pairs, config.batch_size)
     log(f"sample: {sample.num_prompts} prompts, {sample.num_tokens} tokens that a decode step made")
     try:
@@ -194,7 +189,7 @@ def propose(
 def write_texts(
     config: CalibrateConfig, model: ResolvedModel, prompts: list[str], log: Log
 ) -> tuple[Generator, list[Pair]]:
-    """Decodes the prompts under the schedule beneath; those that do not fit are left out."""
+    """Decodes the prompts under the given schedule; prompts that do not fit the model are left out."""
     generator = Generator(
         GeneratorConfig(
             source=str(model.folder),
@@ -208,15 +203,15 @@ def write_texts(
             batch_size=config.batch_size,
         )
     )
-    room = model.config.max_position_embeddings - config.max_new_tokens
+    max_prompt = model.config.max_position_embeddings - config.max_new_tokens
     encoded = generator.tokenizer.encode(prompts)
-    tokens = [ids for ids in encoded if 0 < len(ids) <= room]
+    tokens = [ids for ids in encoded if 0 < len(ids) <= max_prompt]
     if num_empty := encoded.count([]):
         log(f"{num_empty} prompts without tokens were left out: this model has no token that begins a text")
     if num_long := len(prompts) - len(tokens) - num_empty:
-        log(f"{num_long} prompts with more than {room} tokens were left out")
+        log(f"{num_long} prompts with more than {max_prompt} tokens were left out")
     if not tokens:
-        raise ConfigError("input.path", f"every prompt has more than {room} tokens, or none")
+        raise ConfigError("input.path", f"every prompt has more than {max_prompt} tokens, or none")
     requests = [Request(str(n), ids, Sampling(config.max_new_tokens)) for n, ids in enumerate(tokens)]
     answers = generator(requests).answers
     failed = [answer for answer in answers if isinstance(answer, RowFailure)]
@@ -229,14 +224,15 @@ def write_texts(
 
 
 def write_similarity(folder: Path, sample: Sample, document: CalibrationDocument) -> None:
-    """What was measured of every block, and its heat map."""
+    """Writes the similarities of every block as Parquet and as a heat map."""
     table = cast("list[SimilarityLine]", sample.table())
     pq.write_table(pa.Table.from_pylist(table), folder / "similarity.parquet")
     save_figure(heat_map(table, document["calibrated"]["ffn_skip"]), folder, "similarity")
 
 
 def heat_map(table: Sequence[SimilarityLine], skipped: FFNSkip) -> "Figure":
-    """How far each block moves the state (1 - cosine, logarithmic) per layer and decode step; lines: skipped."""
+    """1 - cosine (logarithmic) of each block's input and output, by layer and decode step; lines mark skipped
+    blocks."""
     import numpy as np
     from matplotlib.colors import LogNorm
 
@@ -257,7 +253,7 @@ def heat_map(table: Sequence[SimilarityLine], skipped: FFNSkip) -> "Figure":
 
 
 def _carried(document: CalibrationDocument, model: ResolvedModel) -> dict[str, Json]:
-    """What `config.json` says under `ffn_skip`."""
+    """The entry `ffn_skip` of `config.json`."""
     found = document["calibrated"]
     layers: list[Json] = [*found["ffn_skip"]["layers"]]
     return {
@@ -271,7 +267,7 @@ def _carried(document: CalibrationDocument, model: ResolvedModel) -> dict[str, J
 
 
 def _figures(candidate: Candidate) -> Proposal:
-    """A proposal as `decode.ffn_skip` takes it, and what it did to the sample."""
+    """A proposal in the form of `decode.ffn_skip`, with its effect on the sample."""
     return {
         "ffn_skip": cast("FFNSkip", candidate.schedule.keys),
         "skip_share": candidate.skip_share,

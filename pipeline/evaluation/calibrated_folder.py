@@ -1,4 +1,4 @@
-"""The checkpoint that a calibration writes: the model's files, with what was found in its `config.json`."""
+"""Writes a calibrated checkpoint: the model's files, with the calibration in its `config.json`."""
 
 import json
 import os
@@ -15,18 +15,18 @@ from skipdecode.checkpoint.weights import load_model, save_model
 def write_checkpoint(
     staging: Path, model: ResolvedModel, carried: dict[str, Json], document: CalibrationDocument | DraftsDocument
 ) -> None:
-    """The model's files, `config.json` with `carried`, and `calibration/calibration.json`; of a model with an adapter,
-    the two merged."""
+    """Writes the model's files, `config.json` with `carried`, and `calibration/calibration.json`; an adapter is
+    merged."""
     (staging / "calibration").mkdir()
-    is_made = model.folder.is_file() or model.adapter is not None  # a GGUF file has no room for what is to be written
+    is_made = model.folder.is_file() or model.adapter is not None  # GGUF files cannot carry a calibration
     if is_made:
         save_model(load_model(model.folder, adapter=model.adapter), staging)
         for name, content in tokenizer_files(model.folder).items():
             (staging / name).write_bytes(content)
     for path in () if is_made else model.folder.iterdir():
         if path.is_file() and path.name != "config.json":
-            place = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
-            place(path.resolve(), staging / path.name)
+            copy = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
+            copy(path.resolve(), staging / path.name)
     source = staging if is_made else model.folder
     raw = json.loads((source / "config.json").read_text(encoding="utf-8")) | carried
     (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,4 @@
-"""What evaluation writes down: the document of one corpus, of a sweep with its rows, of a calibration.
-
-Types alone. A `quality.json` of an earlier version may lack what readers take with `get`.
-"""
+"""Types of the JSON documents that evaluation writes: for one corpus, for a sweep, and for a calibration."""
 
 from typing import NotRequired, TypeAlias, TypedDict
 
@@ -42,7 +39,7 @@ class SlotFigures(TypedDict):
 
 
 class LossFigures(TypedDict):
-    """Of the references, teacher-forced."""
+    """The loss of the references, teacher-forced."""
 
     loss: float | None
     """Nats per response token, EOS included."""
@@ -61,14 +58,14 @@ class Counts(TypedDict):
 
 
 class PolicyKeys(TypedDict, total=False):
-    """Not there where no policy was loaded."""
+    """Missing if no model was loaded."""
 
     prefill: str
     quantization: str | None
 
 
 class PolicyFigures(LossFigures, PolicyKeys, Measured):
-    """The references under the policy of a run; None where it was left out."""
+    """The loss of the references under the model and schedule of a run; None if it was not computed."""
 
     model: str | None
     decode: Decode | None
@@ -76,7 +73,7 @@ class PolicyFigures(LossFigures, PolicyKeys, Measured):
 
 
 class EvaluationDocument(Counts, Scores, SlotFigures, PolicyFigures):
-    """Of `jobs.evaluate RUN`."""
+    """The result of `jobs.evaluate RUN`."""
 
     generated: str
     references: str
@@ -103,7 +100,7 @@ class SpeedFigures(TypedDict):
 
 
 class ReferenceScores(TypedDict, total=False):
-    """As `Scores`; not there without references."""
+    """Like `Scores`; missing without references."""
 
     bleu: float
     chrf: float
@@ -111,11 +108,11 @@ class ReferenceScores(TypedDict, total=False):
     rouge2: float
     rougeL: float
     rougeL_rows: list[float]
-    """Of each prompt."""
+    """ROUGE-L of each prompt."""
 
 
 class SettingFigures(SpeedFigures, ReferenceScores, LossFigures, SlotFigures):
-    """What one setting of a sweep came to."""
+    """The figures of one setting of a sweep."""
 
     failed: int
     rougeL_to_full: float
@@ -135,7 +132,7 @@ class SweepRow(SettingFigures):
     decode: Decode
     prefill: str
     speed_at: dict[str, Speedup]
-    """By batch size."""
+    """Speedup by batch size."""
     elapsed_s: float
 
 
@@ -152,7 +149,7 @@ class SweepDocument(Measured):
 
 
 class FFNSkip(TypedDict, total=False):
-    """As `decode.ffn_skip` takes it."""
+    """A value for `decode.ffn_skip`."""
 
     warmup_tokens: int
     mode: str
@@ -163,7 +160,7 @@ class FFNSkip(TypedDict, total=False):
 
 
 class Proposal(TypedDict):
-    """What could be skipped, and what that did to the sample."""
+    """Blocks that can be skipped, and the effect on the sample."""
 
     ffn_skip: FFNSkip
     skip_share: float
@@ -173,7 +170,7 @@ class Proposal(TypedDict):
 
 
 class CalibrationFacts(TypedDict):
-    """What both kinds of a calibration write down."""
+    """Fields of both kinds of calibration."""
 
     date: str
     device: str
@@ -181,7 +178,7 @@ class CalibrationFacts(TypedDict):
     torch: str
     model: str
     decode: Decode
-    """The schedule beneath, which wrote the texts."""
+    """The schedule that generated the sample texts."""
     prefill: str
     prompts: int
     tokens: int
@@ -197,7 +194,7 @@ class CalibrationDocument(CalibrationFacts):
 
 
 class DraftGain(TypedDict):
-    """What drafts are expected to gain in batches of one size."""
+    """The expected gain of drafts at one batch size."""
 
     batch_size: int
     draft_tokens: int
@@ -207,11 +204,11 @@ class DraftGain(TypedDict):
 
 
 class DraftProposal(TypedDict):
-    """A schedule to draft by, and what it came to on texts that the search had not seen."""
+    """A schedule to draft by, with its figures on texts that the search had not seen."""
 
     decode: Decode
     layers_per_token: float
-    """Layers that a draft runs, in the mean."""
+    """Mean number of layers that a draft token runs."""
     acceptance: list[float]
     """One number: the share of drafts that full depth makes too."""
     gains: list[DraftGain]
@@ -223,17 +220,17 @@ class DraftsDocument(CalibrationFacts):
     """`calibration/calibration.json` of drafts"""
 
     drafts: Decode
-    """What the checkpoint carries: the best schedule to draft by, or full depth, which drafts by n-gram matches alone,
-    if no other pays."""
+    """The entry that the checkpoint carries: the best schedule to draft by, or full depth, which drafts by n-gram
+    matches alone, if no schedule pays off."""
     pays: bool
     candidates: list[DraftProposal]
     """The best first."""
     ceilings: dict[str, float]
-    """What the device can do, by which passes are priced: `flops_per_s`, `bytes_per_s`, `call_s`."""
+    """The measured limits of the device: `flops_per_s`, `bytes_per_s`, `call_s`."""
 
 
 class SimilarityLine(TypedDict):
-    """How far a block moves the state (cosine) at one layer and decode step; a row of `similarity.parquet`."""
+    """Cosine of a block's input and output at one layer and decode step; a row of `similarity.parquet`."""
 
     layer: int
     step: int

@@ -1,6 +1,6 @@
-"""The texts of a generated corpus as hypotheses for evaluation: one per distinct prompt, empty where the row failed.
+"""Reads the texts of a generated corpus as hypotheses for evaluation: one per distinct prompt, empty for failed rows.
 
-Reads a run folder or plain Parquet, the columns it needs only. What the texts are compared with is not known here.
+The corpus is a run folder or plain Parquet. References are read elsewhere.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pipeline.store.run_folder import RunFolder
 
 
 class Row(TypedDict):
-    """What is read of a row."""
+    """The columns that are read."""
 
     prompt: str | None
     generated_text: str | None
@@ -32,7 +32,7 @@ class Texts:
 
     by_prompt: dict[str, str]
     prompts_of: dict[str, list[str]]
-    """By the id of the input's row: one prompt, or one for each template."""
+    """Prompts by the id of the input row: one, or one for each template."""
     failed: frozenset[str]
     """Prompts whose row failed; their text is empty."""
     num_rows: int
@@ -40,7 +40,7 @@ class Texts:
     """Rows left out because their prompt was there before."""
     num_without_prompt: int
     layers_per_token: float | None
-    """As run, per decode step; None where the corpus does not say."""
+    """Layers run per decode step; None if the corpus does not tell."""
 
 
 def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
@@ -69,7 +69,7 @@ def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
 
 
 def choose_texts(rows: Sequence[Row]) -> Texts:
-    """Of rows with the same prompt, the one with the lowest id, whether it failed or not."""
+    """Chooses, among rows with the same prompt, the one with the lowest id, whether it failed or not."""
     by_prompt: dict[str, str] = {}
     prompts_of: dict[str, list[str]] = {}
     failed = set()
@@ -95,6 +95,6 @@ def choose_texts(rows: Sequence[Row]) -> Texts:
 
 
 def _rank(row: Row) -> tuple[bool, str, bool]:
-    """By id, rows without one last; of one id, the row that did not fail first."""
+    """Sort key: by id, rows without an id last; among rows of one id, those that did not fail first."""
     own = row.get("id")
     return own is None, "" if own is None else own, bool(row.get("error_code"))

@@ -1,4 +1,4 @@
-"""How good texts are: BLEU, chrF and ROUGE against references, and E2E slot values that made it into the text.
+"""Quality of texts: BLEU, chrF and ROUGE against references, and the share of E2E slot values that the texts mention.
 
 Pure functions over lists of strings, all figures times 100. Each text has one or more references, and texts may have
 different numbers of them. Which reference belongs to which row is the caller's business. The metric libraries are
@@ -37,7 +37,7 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def chrf(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Corpus chrF2 of sacrebleu, case kept."""
+    """Corpus chrF2 of sacrebleu, case-sensitive."""
     from sacrebleu.metrics.chrf import CHRF
 
     return float(CHRF().corpus_score(texts, _streams(references)).score)
@@ -64,10 +64,11 @@ def _streams(references: Sequence[Sequence[str]]) -> list[Sequence[str]]:
 
 
 def slot_share(prompts: Sequence[str], texts: Sequence[str]) -> SlotFigures:
-    """How many slot values of the prompts, `name[The Vaults], eatType[pub]`, stand in the texts.
+    """The share of slot values of the prompts (`name[The Vaults], eatType[pub]`) that occur in the texts.
 
     `slot_share` over all, `slots` by name, `num_slots` looked for; None and empty where the prompts hold no slots.
-    Looked for verbatim, as whole words, case ignored, and only in slots whose value people mostly write as it is
+    Values are searched verbatim as whole words, ignoring case, and only in slots whose value people mostly write as
+    it is
     (`VERBATIM_SLOTS`). Price, rating and family-friendliness are put into words in many ways ("low cost", "five star",
     "kids welcome") and not judged; nor is what a text claims beyond its prompt. People score below 100 too ("city
     center", "by the river"): compare with the references' own share.

@@ -59,7 +59,7 @@ class ReferenceData(Section):
 
 class ScoredData(ReferenceData):
     id_column: Annotated[str, Field(min_length=1)] | None = None
-    """Column of the ids of the input's rows, which say the prompts in its place: for templates and chats."""
+    """Column with the ids of input rows, which replaces `prompt_column` for prompts made by templates or chats."""
 
 
 class EvaluateConfig(Section):
@@ -67,7 +67,7 @@ class EvaluateConfig(Section):
     """A run folder of `jobs.generate`, or a Parquet file or folder with `prompt` and `generated_text`."""
     data: ScoredData = ScoredData()
     perplexity_pairs: Annotated[int, Field(ge=0)] | None = None
-    """How many (prompt, reference) pairs, drawn at random, always the same; null: all; 0: no perplexity."""
+    """Number of (prompt, reference) pairs for the perplexity, drawn with a fixed seed; null: all; 0: no perplexity."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
@@ -169,7 +169,7 @@ def _named(prompts: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """What run.json says of the model and schedule that a run decoded with."""
+    """The model and schedule that a run decoded with, from its run.json."""
 
     model: str
     files: str
@@ -188,7 +188,7 @@ class RunPolicy:
 
     @classmethod
     def of(cls, state: RunState) -> Self:
-        """What the run of `state` decoded with."""
+        """Reads the policy of a run from its run.json."""
         config, fingerprint = state["config"], state["fingerprint"]
         quantization, given = config["model"]["quantization"], config["input"]
         return cls(
@@ -208,7 +208,7 @@ class RunPolicy:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a run decoded with, loaded."""
+    """The loaded model and schedule of a run."""
 
     model: Decoder
     tokenizer: Tokenizer

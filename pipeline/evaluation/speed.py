@@ -1,4 +1,4 @@
-"""How fast one setting was, from the batches that the generator recorded; those decoded at full depth too."""
+"""Speed figures of one setting, from the batch records of the generator."""
 
 import pyarrow as pa
 import pyarrow.compute as pc

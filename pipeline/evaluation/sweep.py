@@ -1,8 +1,7 @@
-"""Quality against speed: one set of prompts, decoded with every model and every schedule of a configuration.
+"""Quality against speed: decodes one set of prompts with every model and every schedule of a configuration.
 
-In this process, with the same `Generator` that the workers of a run hold (their tokens are equal by test), and without
-Ray. Speedup and agreement are of the batches that were decoded at full depth of the same model too: all, or the share
-that `baseline_fraction` names.
+It runs in this process without Ray, with the same `Generator` that the workers of a run use. Speedup and agreement are
+measured on the batches that are decoded at full depth, too: all, or the share that `baseline_fraction` names.
 The metrics are `pipeline.evaluation.metrics`; table and plot are `pipeline.evaluation.sweep_report`.
 """
 
@@ -38,15 +37,15 @@ from skipdecode.engine.request import Request
 from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, dtype_name
 from skipdecode.schedules.from_config import METHODS, listed_schedule
 
-LOSS_ROWS = 16  # whose keys and values are kept, of all layers, beside what decoding takes
-SPEED_BATCHES = 4  # for each of `speed_at`; both ways as `baseline_fraction` says
+LOSS_ROWS = 16  # pairs per batch of the loss, which holds keys and values of all layers
+SPEED_BATCHES = 4  # batches that are timed for each size of `speed_at`
 
 
 class SweepDecode(DecodeConfig):
     name: str | None = None
-    """Beside the label in table and plot; null: from the schedule."""
+    """Name in table and plot, shown after the label; null: made from the schedule."""
     prefill: Literal["full", "swiftkv"] = "full"
-    """How the prompt runs: full, or swiftkv."""
+    """Method of the prompt: full or swiftkv."""
 
 
 class SweepRun(Section):
@@ -57,7 +56,7 @@ class SweepRun(Section):
     adapter: str | None = None
     """The folder of a LoRA adapter for it; null: none."""
     quantization: Quantization | None = None
-    """int8: weights of 8 bits, as `model.quantization` of a job."""
+    """int8 quantizes the weights, like `model.quantization` of a job."""
     decode: Annotated[tuple[SweepDecode, ...], Field(min_length=1)]
 
 
@@ -65,9 +64,9 @@ class SweepConfig(Section):
     data: SweepData = SweepData()
     runs: Annotated[tuple[SweepRun, ...], Field(min_length=1)]
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """Tokens of an answer at most."""
+    """Maximum tokens of an answer."""
     perplexity_pairs: Annotated[int, Field(ge=0)] = 512
-    """(prompt, reference) pairs for the loss under each schedule; 0: none."""
+    """Number of (prompt, reference) pairs for the loss under each schedule; 0: no loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where torch sees it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
@@ -77,12 +76,13 @@ class SweepConfig(Section):
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Rows of a batch."""
     baseline_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a setting's batches decoded at full depth too, for speedup and agreement; the first, third and fifth
-    always. All texts are scored."""
+    """Share of a setting's batches that are decoded at full depth, too, to measure speedup and agreement; the first,
+    third
+    and fifth always are. All texts are scored."""
     speed_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Batch sizes to measure the speed at too, on as many prompts as it takes for SPEED_BATCHES batches."""
+    """Further batch sizes to measure the speedup at, with four batches each."""
     ignore_eos: bool = False
-    """Every row gets `max_new_tokens`: for random weights, of which speed is all there is to measure."""
+    """Generates `max_new_tokens` for every row; for random weights, where only speed matters."""
     plot_against: Literal["speedup", "ffn_skip_share"] = "speedup"
     """The x axis of the plot."""
     output: str = "outputs/quality"
@@ -99,7 +99,8 @@ class Setting:
 
 
 def run_sweep(config: SweepConfig, log: Log, command: str) -> SweepDocument:
-    """Decodes and scores everything; writes `quality.json` (what comes back), `.md`, `.svg`, `.png` into `output`."""
+    """Decodes and scores all settings; writes `quality.json` (which is returned), `.md`, `.svg` and `.png` to
+    `output`."""
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
@@ -130,7 +131,7 @@ def run_sweep(config: SweepConfig, log: Log, command: str) -> SweepDocument:
 def measure_all(
     config: SweepConfig, settings: Sequence[Sequence[Setting]], corpus: Corpus, log: Log
 ) -> Iterator[SweepRow]:
-    """The lines of the table, one by one. `settings`: those of each entry of `runs`."""
+    """Yields the rows of the table. `settings` holds the settings of each entry of `runs`."""
     total, done = sum(map(len, settings)), 0
     for run, own in zip(config.runs, settings, strict=True):
         for row in measure_run(config, run, own, corpus, log):
@@ -142,7 +143,7 @@ def measure_all(
 def measure_run(
     config: SweepConfig, run: SweepRun, settings: Sequence[Setting], corpus: Corpus, log: Log
 ) -> Iterator[SweepRow]:
-    """The lines of one entry of `runs`: its checkpoint is loaded once, and gone before that of the next one comes."""
+    """Yields the rows of one entry of `runs`, whose checkpoint is loaded once and freed before the next is loaded."""
     generator = Generator(generator_config(config, run))
     encoded = encode_pairs(generator.tokenizer, corpus.pairs)
     pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
@@ -155,8 +156,8 @@ def measure_run(
     given = [setting.decode | {"prefill": setting.prefill} for setting in settings]
     schedules = [listed_schedule(generator.model.config, one, config.max_new_tokens) for one in given]
     if pairs:
-        whose = run.label or run.model
-        log(f"{whose}: full depth took {full_s:.0f} s; now the loss of {count(len(pairs), 'reference')}")
+        name, num_pairs = run.label or run.model, count(len(pairs), "reference")
+        log(f"{name}: full depth took {full_s:.0f} s; now the loss of {num_pairs}")
     losses = mean_losses(generator.model, pairs, schedules, LOSS_ROWS) if pairs else [None] * len(settings)
     for setting, loss in zip(settings, losses, strict=True):
         started = time.monotonic()
@@ -183,7 +184,7 @@ def is_full_depth(generator: Generator, config: SweepConfig) -> bool:
 
 
 def check_run(config: SweepConfig, index: int, dtype: str, device: str, log: Log) -> list[Setting]:
-    """The settings of one entry of `runs`, its checkpoint and schedules found fit; ConfigError otherwise."""
+    """The settings of one entry of `runs`; raises ConfigError if its checkpoint or a schedule is not usable."""
     run = config.runs[index]
     base = {
         "model": {"source": run.model, "adapter": run.adapter},
@@ -198,7 +199,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, log: Log
     for number, given in enumerate(run.decode):
         if "prefix" in given.model_fields_set:
             key = f"runs.{index}.decode.{number}.prefix ({run.label})"
-            raise ConfigError(key, "has no meaning in a sweep, where every prompt runs by itself; leave it out")
+            raise ConfigError(key, "a sweep shares no prefixes; leave it out")
         own = {"decode": given.model_dump(exclude={"name", "prefill"}), "prefill": {"method": given.prefill}}
         try:
             decode = resolve_decode(JobConfig.model_validate(base | own), model.config, log)
@@ -231,7 +232,7 @@ def schedule_name(decode: Decode) -> str:
 
 
 def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False) -> GeneratorConfig:
-    """`plain`: without quantization."""
+    """The generator of one entry of `runs`; with `plain`, without quantization."""
     return GeneratorConfig(
         source=run.model,
         adapter=run.adapter,
@@ -253,19 +254,20 @@ def measure(
     config: SweepConfig,
     known: WindowResult | None = None,
 ) -> SettingFigures:
-    """What one setting comes to: texts scored, `loss` of the references, layers and speedup.
+    """The figures of one setting: scores of its texts, `loss` of the references, layers and speedup.
 
-    `rougeL_to_full` and `equal_to_full` say what was kept of `full_texts`, where references reward a plainer text than
-    the model's own. `known`: what this setting made of the prompts already; it is not run again.
+    `rougeL_to_full` and `equal_to_full` compare with `full_texts`, the texts of the same model at full depth.
+    `known` is
+    the result of decoding if it is there already.
     """
     result = decode(generator, corpus.prompts, config) if known is None else known
     texts = texts_in(generator, result)
-    kept = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
+    similarity = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
     return {
         "failed": sum(isinstance(answer, RowFailure) for answer in result.answers),
         **speed_figures(result, is_full=is_full_depth(generator, config)),
         **(reference_scores(texts, corpus.references) if corpus.references else ReferenceScores()),
-        "rougeL_to_full": fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, kept, strict=True)),
+        "rougeL_to_full": fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, similarity, strict=True)),
         "equal_to_full": fmean(map(operator.eq, texts, full_texts)),
         **loss_figures(loss),
         **slot_share(corpus.prompts, texts),
@@ -282,14 +284,14 @@ def texts_in(generator: Generator, result: WindowResult) -> list[str]:
 
 
 def decode(generator: Generator, prompts: Sequence[str], config: SweepConfig) -> WindowResult:
-    """All prompts in one window: batches of similar lengths."""
+    """Decodes all prompts as one window, in batches of similar lengths."""
     sampling = Sampling(max_new_tokens=config.max_new_tokens, ignore_eos=config.ignore_eos)
     tokens = generator.tokenizer.encode(prompts)
     return generator([Request(str(row), ids, sampling) for row, ids in enumerate(tokens)])
 
 
 def speed(generator: Generator, size: int, corpus: Corpus, config: SweepConfig) -> Speedup:
-    """The speedup in batches of `size` rows, whatever their lengths, on a sample of the prompts."""
+    """The speedup in batches of `size` rows of any length, on a sample of the prompts."""
     longest = generator.model.config.max_position_embeddings
     alike = generator.with_decode(generator.config.decode, size, length_buckets=[longest])
     prompts = [*corpus.prompts] * -(-SPEED_BATCHES * size // len(corpus.prompts))

@@ -40,7 +40,7 @@ class Corpus:
 
     @property
     def slot_share(self) -> float | None:
-        """What the references themselves reach."""
+        """The slot share of the references themselves."""
         return slot_share([p for p, _ in self.pairs], [text for _, text in self.pairs])["slot_share"]
 
 

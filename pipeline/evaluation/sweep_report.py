@@ -1,6 +1,6 @@
-"""A sweep for people: one line per setting, a Markdown table, and the plot of quality against measured speedup.
+"""The report of a sweep: a line of progress per setting, a Markdown table, and a plot of quality against speedup.
 
-From the sweep's document alone (`quality.json`), so that table and plot can be made anew from it.
+Everything is made from the sweep's document (`quality.json`) alone.
 """
 
 import json
@@ -45,7 +45,7 @@ COLUMNS: tuple[tuple[str, FigureOf, str], ...] = (
 """Heading, value, format. A column that no row has a value for is left out."""
 
 PHASES = ("prefill, ms/row", "decode, ms/row", "KV, kB/row")
-"""Shown where a setting has its prompt under SwiftKV."""
+"""Columns that are shown only if a setting runs its prompt under SwiftKV."""
 
 COMPARED = (
     "ROUGE-L against `{}`, and for other methods against the setting of the first one that runs about as much, prompt "
@@ -57,7 +57,14 @@ AXES: dict[Against, str] = {
     "ffn_skip_share": "feed-forward blocks skipped, %",
 }
 
-COLORS = ("#0b6e99", "#d1495b", "#c98a00", "#5b8c3a", "#6f5aa8", "#555555")  # told apart in grey too, with the markers
+COLORS = (
+    "#0b6e99",
+    "#d1495b",
+    "#c98a00",
+    "#5b8c3a",
+    "#6f5aa8",
+    "#555555",
+)  # distinguishable in grey, too, with the markers
 MARKERS = "osD^vP"
 
 
@@ -73,7 +80,7 @@ def write_json(document: SweepDocument, folder: Path) -> None:
 
 
 def headline(row: Row) -> str:
-    """What one setting came to, for the progress on stderr."""
+    """The figures of one setting as a line of progress."""
     columns = _columns([row])
     cells = [f"{name} {format(value, spec)}" for name, get, spec in columns if (value := get(row)) is not None]
     failed = [f"{row['failed']} FAILED"] * bool(row["failed"])
@@ -81,7 +88,7 @@ def headline(row: Row) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, FigureOf, str]]:
-    """Those of COLUMNS that say something about these rows."""
+    """The columns that have a value in some row."""
     has_swift = any(row.get("prefill") == "swiftkv" for row in rows)
     shown = [column for column in COLUMNS if has_swift or column[0] not in PHASES]
     return [column for column in shown if any(column[1](row) is not None for row in rows)]
@@ -96,7 +103,7 @@ def measured(row: Row) -> str:
 
 
 def markdown(document: SweepDocument) -> str:
-    """The table, and below it what it was measured with."""
+    """The table, followed by how it was measured."""
     rows = document["rows"]
     columns = _columns(rows)
     lines = [
@@ -126,7 +133,8 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _compared(rows: Sequence[Row]) -> list[list[str]]:
-    """Each setting against the first one, and against that of the first label with several that runs about as much."""
+    """Compares each setting with the first one, and with the setting of the main label that runs about as many
+    layers."""
     lines = [["", "layers per token", f"against {rows[0]['name']}", "against", "difference"], ["---", *["---:"] * 4]]
     labels = [row["label"] for row in rows]
     label = next((label for label in labels if labels.count(label) > 1), labels[0])

@@ -241,7 +241,7 @@ def job(source: Path, skip: dict[str, Any]) -> dict[str, Any]:
     ("overrides", "message"),
     [
         (["decode.ffn_skip={mode: row}"], "decode.ffn_skip: "),
-        (["decode.prefix=off"], "decode.prefix: has no meaning here"),
+        (["decode.prefix=off"], "decode.prefix: calibration shares no prefixes"),
         (["skip_share=0"], "skip_share: "),
         (["skip_share=0.9", "warmup_tokens=11"], "skip_share: 0.9 is out of reach"),
         (["warmup_tokens=-1"], "warmup_tokens: "),
