@@ -18,7 +18,7 @@ from pipeline.formatting import Json
 
 
 class JobProgress(Counts):
-    """What a job says of itself."""
+    """The progress of a job."""
 
     rows_done: int
     rows_total: int
@@ -29,7 +29,7 @@ class _JobConfig(TypedDict, total=False):
 
 
 def submission_id() -> str | None:
-    """Of the job that this process is the driver of; None outside `ray job submit`."""
+    """The id of the job that this process is the driver of; None outside `ray job submit`."""
     config: _JobConfig = json.loads(os.environ.get(JOB_CONFIG, "{}"))
     return (config.get("metadata") or {}).get("job_submission_id")
 

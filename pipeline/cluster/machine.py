@@ -1,4 +1,4 @@
-"""What a figure is worth nothing without: the day, the device and the versions it was measured with."""
+"""The provenance of a measurement: date, device and versions."""
 
 import datetime
 import platform
@@ -15,7 +15,7 @@ class DeviceFacts(TypedDict):
     date: str
     device: str
     cores: int | None
-    """Of a CPU: torch threads."""
+    """torch threads of a CPU; None on GPUs."""
 
 
 def device_facts(device: torch.device) -> DeviceFacts:

@@ -1,4 +1,4 @@
-"""What decodes on the nodes of a cluster: asked there, since the driver's CPU says nothing about theirs.
+"""The back ends of a cluster's nodes, which are asked, since the driver's CPU says nothing about theirs.
 
 One type for all workers of a run: bfloat16 where every node's back end has it, so that a mixed pool decodes alike. A
 back end that the user forces reaches the workers with the environment (`cluster.start_ray`). Left out: GPUs, and which
@@ -23,7 +23,7 @@ TIMEOUT_S = 300  # a node may compile its kernels first, beside a start of torch
 
 @dataclass(frozen=True)
 class NodeBackend:
-    """What a worker on that node would decode with, or why it could not."""
+    """The back end of a worker on that node, or why there is none."""
 
     node: str
     """Its host name."""
@@ -32,7 +32,7 @@ class NodeBackend:
 
 
 def find_backends(cluster: Cluster, num_cpus: float) -> tuple[NodeBackend, ...]:
-    """Of every node that holds an actor of `num_cpus`; of this process where Ray is embedded in it. Compiles kernels.
+    """Back ends of all nodes that can hold an actor of `num_cpus`, or of this process if it embeds Ray. Compiles them.
 
     ConfigError where a forced back end cannot run on one of them. Nodes that join later are not known here.
     """
@@ -71,7 +71,7 @@ def why_by_torch(nodes: Sequence[NodeBackend], dtype: str) -> str | None:
 
 
 def look() -> NodeBackend:
-    """Of this process."""
+    """The back end of this process."""
     try:
         return NodeBackend(os.uname().nodename, choice.choose())
     except BackendError as error:

@@ -1,8 +1,8 @@
 """Joining or starting Ray, and sizing the pool of decode actors before anything is started.
 
-A pool that takes every CPU leaves none to readers and writers, and Ray then waits without a word; so room is kept, and
-what cannot fit is a `ConfigError` at once. Joins the cluster that RAY_ADDRESS names (as under `ray job submit`), else
-starts one in this process.
+A pool that takes every CPU leaves none to readers and writers, and Ray then waits without an error. So some CPUs are
+kept free, and a pool that cannot fit is a `ConfigError` at once. Joins the cluster that RAY_ADDRESS names (as under
+`ray job submit`), otherwise starts one in this process.
 """
 
 import logging
@@ -27,7 +27,7 @@ MAX_OBJECT_STORE_BYTES = 2 << 30  # of an embedded Ray; rows are small and strea
 
 @dataclass(frozen=True)
 class Cluster:
-    """What there is to share out, in Ray's resource units, and real cores."""
+    """The cluster's resources in Ray's units, and its real cores."""
 
     num_cpus: float
     num_gpus: float
@@ -86,7 +86,7 @@ def start_ray() -> Cluster:
 
 
 def object_store_bytes() -> int:
-    """Of an embedded Ray."""
+    """Bytes of the object store of an embedded Ray."""
     return min(MAX_OBJECT_STORE_BYTES, total_bytes() // 5)
 
 

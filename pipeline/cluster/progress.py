@@ -35,7 +35,7 @@ def rows_done(counts: Counts, total: int) -> int:
 
 
 def details(counts: Counts, total: int, elapsed_s: float) -> str:
-    """What stands behind the bar. Tokens per second and ETA: at the pace since the first worker was ready."""
+    """The text beside the bar. Tokens per second and ETA are by the rate since the first worker was ready."""
     rows, working_s = rows_done(counts, total), counts["working_s"]
     rate = counts["output_tokens"] / working_s if working_s > 0 else 0.0
     eta = duration(working_s * (total - rows) / rows) if rows and working_s > 0 else "?"
@@ -48,7 +48,7 @@ def details(counts: Counts, total: int, elapsed_s: float) -> str:
 class Ticker:
     """`with Ticker(tick, period_s):` calls `tick(False)` now and then, and `tick(True)` at the end.
 
-    Not when a signal ends it: whoever stops a job may not wait for its figures.
+    There is no last tick when a signal ends the block: stopping a job must not wait for figures.
     """
 
     def __init__(self, tick: Callable[[bool], None], period_s: float) -> None:
@@ -90,11 +90,11 @@ class LiveLine(Ticker):
 
 
 CountsSource = Callable[[], Counts | None]
-"""What has been decoded so far; None: not known now."""
+"""Gives the totals so far; None if they are not known at the moment."""
 
 
 class LiveBar(Ticker):
-    """The same as a bar, on a terminal."""
+    """A progress bar, for terminals."""
 
     def __init__(self, counts: CountsSource, total: int) -> None:
         super().__init__(self._show, REDRAW_S)

@@ -33,7 +33,7 @@ NOISY_LOGGERS = ("ray.data._internal.progress", "ray._private.authentication.aut
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The variable of a submitted job's driver that has its `metadata` (ray/_private/runtime_env/constants.py), as JSON."""
 JOB_RECORD = "_ray_internal_job_info_{}"
-"""Where a job's record lies (JobInfoStorageClient.JOB_DATA_KEY in ray/dashboard/modules/job/common.py)."""
+"""The key of a job's record (JobInfoStorageClient.JOB_DATA_KEY in ray/dashboard/modules/job/common.py)."""
 JOB_NAMESPACE = b"job"
 
 
@@ -59,7 +59,7 @@ class OutputQueue(Protocol):
 
 
 class OperatorState(Protocol):
-    """What the loop knows of a stage."""
+    """Ray Data's state of a stage."""
 
     output_queue: OutputQueue
 
@@ -100,7 +100,7 @@ class InputPolicy(BackpressurePolicy):  # type: ignore[misc]
         return self.NAME
 
     def may_take_input(self, operator: Operator, num_waiting: int) -> bool:
-        """`num_waiting`: blocks that wait behind the stage."""
+        """`num_waiting`: output blocks of the stage that wait to be consumed."""
         raise NotImplementedError
 
     def can_add_input(self, op: Operator) -> bool:
@@ -137,12 +137,12 @@ def set_last_stage_cpus(dataset: Dataset, num_cpus: float) -> None:
 
 
 def with_own_context(dataset: Dataset) -> Dataset:
-    """The same dataset with settings of its own: what is set there changes nothing for the one given."""
+    """A copy of the dataset with settings of its own, which do not affect the original."""
     return Dataset.copy(dataset, _deep_copy=True)
 
 
 def run_to_end(dataset: Dataset) -> None:
-    """Runs a pipeline whose rows nobody wants: `materialize` would keep what writers return for each block."""
+    """Runs a pipeline and drops its rows; `materialize` would keep what writers return for each block."""
     for _ in dataset.iter_internal_ref_bundles():
         pass
 

@@ -10,9 +10,9 @@ class BackendRecord(TypedDict):
     """Whose kernels a worker decodes with."""
 
     name: str
-    """As `skipdecode.backends.choice.Choice` has it."""
+    """`skipdecode.backends.choice.Choice.name`."""
     reason: str
-    """What the machine has, and what is amiss with faster ones."""
+    """Why it was chosen, and why faster ones were not."""
 
 
 class WorkerRecord(TypedDict):
@@ -39,7 +39,7 @@ class WindowRecord(TypedDict):
 
 
 class BatchRecord(TypedDict):
-    """What one decoded batch was and cost (`report.records.BATCH_SCHEMA`)."""
+    """One decoded batch and what it cost (`report.records.BATCH_SCHEMA`)."""
 
     batch: int
     started_at: float
@@ -78,7 +78,7 @@ class BatchRecord(TypedDict):
 
 
 class Counts(TypedDict):
-    """What has been decoded so far in a session."""
+    """Totals of a session so far."""
 
     rows: int
     failed: int
@@ -91,7 +91,7 @@ class Counts(TypedDict):
 
 
 class Pace(TypedDict):
-    """What the batches of a session took, passes at full depth apart."""
+    """Seconds that the batches of a session took, with those at full depth counted separately."""
 
     rows: int
     failed: int

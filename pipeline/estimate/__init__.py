@@ -1,1 +1,1 @@
-"""What a corpus will take: rows, tokens, hours and cost, from a sample of it and the cost model."""
+"""Estimates of rows, tokens, hours and cost of a corpus, from a sample of it and the cost model."""

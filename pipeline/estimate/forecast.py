@@ -32,11 +32,11 @@ START_S: Final = 8.0  # Ray, its workers and the first reads, beside loading the
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a whole run. None: not known, since this machine cannot load the model."""
+    """The estimate of a whole run. Values are None if they are not known, since this machine cannot load the model."""
 
     rows: int
     input_tokens: int
-    """Of rows that can be decoded."""
+    """Prompt tokens of the rows that can be decoded."""
     output_tokens: int | None
     max_output_tokens: int
     """If no answer ends before its limit."""
@@ -51,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run is like, beside its corpus."""
+    """The properties of a run that an estimate depends on, beside its corpus."""
 
     rows: int
     window_rows: int
@@ -61,7 +61,7 @@ class Shape:
 
 
 def count_tokens(sample: Sample, shape: Shape, price_per_hour: float | None) -> Estimate:
-    """What is known without decoding."""
+    """The part of an estimate that is known without decoding."""
     good = shape.rows * sample.good_share
     limits = [request.sampling.max_new_tokens for request in sample.requests]
     return Estimate(
@@ -99,11 +99,11 @@ def forecast(
 
 
 def seconds_per_row(generator: Generator, requests: Sequence[Request], measured: Measured, shape: Shape) -> float:
-    """Of one worker, passes at full depth included. `requests`: a sample, in the order of the input."""
+    """Seconds per row of one worker, passes at full depth included. `requests`: a sample, in the order of the input."""
     rng = random.Random(0)
     is_full = generator.schedule(shape.max_new_tokens) == generator.full
     total_s = full_s = 0.0
-    num_rows = num_turns = 0
+    num_rows = num_batches = 0
     for number in range(WINDOWS):
         start = number * max(len(requests) // WINDOWS, 1)
         window = [requests[(start + row) % len(requests)] for row in range(shape.window_rows)]
@@ -112,11 +112,11 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
             new = [rng.choice(similar_answers(measured, len(request.prompt_tokens))) for request in chosen]
             total_s += batch_s(generator, measured, chosen, batch, new)
             num_rows += len(chosen)
-            if not is_scored_alone(chosen[0]):  # else it takes no turn
+            if not is_scored_alone(chosen[0]):  # otherwise it is never decoded at full depth
                 full_s += 0.0 if is_full else batch_s(generator, measured, chosen, batch, new, generator.full)
-                num_turns += 1
-    run_turns = max(1, round(num_turns * shape.rows / shape.actors / num_rows))
-    return (total_s + full_s * paired_batches(run_turns, shape.baseline_fraction) / run_turns) / num_rows
+                num_batches += 1
+    run_batches = max(1, round(num_batches * shape.rows / shape.actors / num_rows))
+    return (total_s + full_s * paired_batches(run_batches, shape.baseline_fraction) / run_batches) / num_rows
 
 
 def similar_answers(measured: Measured, prompt_tokens: int) -> list[int]:
@@ -134,7 +134,7 @@ def batch_s(
     new: Sequence[int],
     schedule: Schedule | None = None,
 ) -> float:
-    """Of a batch whose answers are that long."""
+    """Seconds of a batch whose answers have the lengths `new`."""
     carried = rows_by_step(generator, chosen, batch, new)
     prefill, decode = predicted_s(generator, measured.ceilings, chosen, batch, carried, schedule)
     rows = sum(carried) / len(carried) if carried else len(new)

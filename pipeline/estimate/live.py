@@ -18,7 +18,7 @@ SEEN_SHARE: Final = 0.01  # of the rows, and a window: then their pace is taken 
 
 
 class LiveEstimate:
-    """Of the rows that a session has to do."""
+    """The estimate for the rows that a session has to decode."""
 
     def __init__(self, sample: Sample, shape: Shape, price_per_hour: float | None, log: Log) -> None:
         self._shape, self._price_per_hour, self._log = shape, price_per_hour, log

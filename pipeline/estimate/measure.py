@@ -44,7 +44,7 @@ class Measured:
     lengths: list[tuple[int, int]]
     """Tokens of the prompt and of the answer, of each row that was decoded."""
     levels: tuple[Level, ...]
-    """By rows."""
+    """Sorted by rows."""
     ceilings: Ceilings
 
 
@@ -113,7 +113,7 @@ def predicted_s(
 
 
 def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Batch, new: Sequence[int]) -> list[int]:
-    """Of a batch whose answers are that long: rows at each decode step as `BatchStats.batch_rows` has them, ended ones
+    """Rows at each decode step of a batch whose answers are that long, as in `BatchStats.batch_rows`, with ended ones
     that are carried along included."""
     longest = max(request.sampling.max_new_tokens for request in chosen)
     if isinstance(generator.schedule(longest), Lossless):

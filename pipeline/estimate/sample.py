@@ -33,11 +33,11 @@ SPOTS: Final = 4
 @dataclass(frozen=True)
 class Sample:
     requests: list[Request]
-    """Of the rows that can be decoded, in order."""
+    """Requests of the rows that can be decoded, in order."""
     num_rows: int
     """All of the sample."""
     problem: str = ""
-    """What is wrong with the first of the others."""
+    """Why the first row that cannot be decoded fails."""
 
     @property
     def good_share(self) -> float:

@@ -1,1 +1,1 @@
-"""One run: plan, resume, decode, close the books; retry and verify."""
+"""One run: plan, resume, decode, reconcile; retry and verify."""

@@ -1,5 +1,5 @@
-"""Where a run reads and writes, checked before it starts: input and output apart, the output free or resumable, a run
-in it finished or not."""
+"""Checks of a run's input and output before it starts: that they do not overlap, that the output is free or can be
+resumed, and whether the run in it is complete."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def check_apart(folder: RunFolder, listing: Listing) -> None:
 
 @contextmanager
 def removed_on_refusal(folder: RunFolder) -> Iterator[None]:
-    """A refusal takes the folder away again that was made to see whether it can be."""
+    """Removes the output folder again if it was made in the block and the run is refused."""
     is_new = folder.is_local and not os.path.lexists(folder.root)
     try:
         yield
@@ -56,7 +56,7 @@ def removed_on_refusal(folder: RunFolder) -> Iterator[None]:
 
 
 def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
-    """The state of the run to resume, or None for a new one; ConfigError when the place is taken."""
+    """The state of the run to resume, or None for a new one; ConfigError when the folder is taken."""
     mode = config.output.if_exists
     try:
         folder.filesystem.create_dir(folder.root, recursive=True)
@@ -85,8 +85,8 @@ def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
 
 
 def has_all_rows(folder: RunFolder, state: RunState, log: Log) -> bool:
-    """Whether a finished run has its report and its OpenAI batch files, and data files that count what its books
-    say."""
+    """True if a finished run has its report, its OpenAI batch files, and the data files and rows that `run.json`
+    counts."""
     try:
         files = folder.read_files()
     except (OSError, pa.ArrowException):

@@ -38,19 +38,19 @@ LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing with w
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """Everything the stages are told; resolved, so that building needs no more questions."""
+    """Everything the stages are told, with nothing left to be resolved."""
 
     input: InputConfig
     plan: InputPlan
     done: DoneRows | None
     """Rows that are written already."""
     prompter: Prompter | None
-    """Makes prompts where they are made."""
+    """Renders prompts from templates and messages; None where prompts are a column's text."""
     tokenize: TokenizeConfig
     generator: GeneratorConfig
     pool: Pool
     window_rows: int
-    """Rows that an actor takes at a time."""
+    """Rows of a micro-batch window, which an actor takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class HelperActors:
 
 
 def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> Dataset:
-    """A dataset without rows: whoever runs it has every row of the plan that is not done written once, in any order."""
+    """A dataset without rows. Running it writes every row of the plan that is not done once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
     sampling = spec.tokenize.sampling
     source = CorpusDatasource(spec.plan, spec.input, spec.done, spec.prompter)
     rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, compute=few)
-    # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Strict:
-    # else the last rows of every block that was read would be a window of their own, of a batch and a bit
+    # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Without
+    # `strict` the last rows of every block would be a small window of their own
     rows = rows.repartition(target_num_rows_per_block=spec.window_rows, strict=True)
     # it has no argument for it; a whole CPU, as Ray would ask for, may never be free beside readers that wait for it
     set_last_stage_cpus(rows, STAGE_CPUS)
@@ -105,7 +105,7 @@ MAX_FILES = 10_000  # output files of one status, for large corpora; more where 
 
 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
-    """With the settled dtype, so that all workers and sessions decode alike."""
+    """What the stages are told, with the settled dtype, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
     tokens, generator = make_stages(config, planned.model, planned.dtype, pool, config.baseline.fraction)
     tokens = replace(tokens, chat_url=chat_url(planned.input.listing.format), has_choices=planned.input.has_choices)
@@ -122,7 +122,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
 
 
 def make_sampling(config: JobConfig) -> Sampling:
-    """That of rows which say nothing themselves."""
+    """The sampling of rows that set no parameters of their own."""
     s = config.sampling
     return Sampling(
         s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos, s.logprobs, s.prompt_logprobs
@@ -130,7 +130,7 @@ def make_sampling(config: JobConfig) -> Sampling:
 
 
 class Paths(NamedTuple):
-    """Where a worker finds what it loads."""
+    """The model, tokenizer and adapter that a worker loads."""
 
     source: str
     tokenizer: str | None
@@ -138,7 +138,7 @@ class Paths(NamedTuple):
 
 
 def worker_paths(config: JobConfig, model: ResolvedModel) -> Paths:
-    """As any node of the cluster finds them."""
+    """Paths that are valid on every node of the cluster."""
     own = config.model.tokenizer
     return Paths(
         worker_path(model.source, model.folder),
@@ -148,7 +148,7 @@ def worker_paths(config: JobConfig, model: ResolvedModel) -> Paths:
 
 
 def local_paths(config: JobConfig, model: ResolvedModel) -> Paths:
-    """As this process finds them, without Ray."""
+    """Paths that are valid in this process, without Ray."""
     own = config.model.tokenizer
     tokenizer = own and str(resolve_source(own, "model.tokenizer"))
     return Paths(str(model.folder), tokenizer, None if model.adapter is None else str(model.adapter))
@@ -157,14 +157,14 @@ def local_paths(config: JobConfig, model: ResolvedModel) -> Paths:
 def make_stages(
     config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, baseline_fraction: float
 ) -> tuple[TokenizeConfig, GeneratorConfig]:
-    """What the tasks that tokenise and the workers are told; `dtype`: settled."""
+    """Configurations of the tokenising tasks and of the workers; `dtype` is settled."""
     paths = worker_paths(config, model)
     generator = replace(make_generator(config, model, dtype, pool, paths), baseline_fraction=baseline_fraction)
     return tokenize_config(config, paths.tokenizer or paths.source, model.config, make_sampling(config)), generator
 
 
 def make_generator(config: JobConfig, model: ResolvedModel, dtype: str, pool: Pool, paths: Paths) -> GeneratorConfig:
-    """Of one worker of `pool` in a run that begins anew."""
+    """The configuration of one worker of `pool`."""
     batch_size = config.actors.batch_size
     return GeneratorConfig(
         source=paths.source,

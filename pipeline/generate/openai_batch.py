@@ -184,7 +184,7 @@ SOURCES: Final = (SOURCE_ID, SAMPLE, "method", "body")
 ROWS_AT_ONCE: Final = 256  # with the bodies of their lines
 
 FILES = {"ok": "batch_output.jsonl", "failed": "batch_errors.jsonl"}
-"""By the status of their lines."""
+"""Status of the lines -> file."""
 
 
 class _LineWriter:
@@ -260,7 +260,7 @@ def _rows(folder: RunFolder, status: str, samples: int) -> Iterator[AnswerRow]:
 
 
 def _samples(line: dict[str, str | None], samples: int) -> int:
-    """Rows that a line became, as the reader of lines counts them; NOT_KNOWN where nothing of it could be kept."""
+    """The number of rows of a line, as the reader counts them; NOT_KNOWN where its body could not be kept."""
     if line["body"] is None:
         return NOT_KNOWN
     try:

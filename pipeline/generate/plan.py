@@ -51,17 +51,17 @@ class PlannedRun:
     """`run.json` of the run to resume."""
     input: InputPlan
     entries: Sequence[EntriesRef]
-    """Of the input's rows (`row_index`); empty if nothing has to be looked up."""
+    """Index entries of the input's rows (`row_index`); empty if nothing has to be looked up."""
     pool: Pool
     fingerprint: Fingerprint
     id_sum: int | None
-    """Of the ids of the input's rows, to close the books with; None: not asked for."""
+    """The sum of the ids of the input's rows, to reconcile the output with; None where it was not asked for."""
     is_finished: bool
-    """The run in the folder was finished before, and its files are there still."""
+    """True if the run in the folder was finished before and its files are still there."""
     started_at: float
-    """When its first session began, in epoch seconds: what templates take for the time."""
+    """When its first session began, in epoch seconds; templates render it as the current time."""
     prompter: Prompter | None
-    """Makes prompts where they are made."""
+    """Renders prompts from templates and messages; None where prompts are a column's text."""
 
 
 def plan_run(config: JobConfig, log: Log, index_all: bool = False) -> PlannedRun:
@@ -108,7 +108,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
 
 
 def started_at(earlier: RunState | None) -> float:
-    """When the run began; of a new one, now."""
+    """When the run began, in epoch seconds; now for a new one."""
     return earlier["sessions"][0]["started_at"] if earlier is not None and earlier["sessions"] else time.time()
 
 
@@ -144,7 +144,7 @@ def settle_run_dtype(config: JobConfig, model: ResolvedModel, begun: str | None,
 
 
 def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate | None:
-    """That of `input.chat_template`, or the checkpoint's; None: it has none, and the configuration asks for none."""
+    """The template of `input.chat_template`, or the checkpoint's; None where there is none, and none is needed."""
     given, own = config.input.chat_template, config.model.tokenizer
     try:
         source = resolve_source(own, "model.tokenizer") if own else model.folder
@@ -164,7 +164,7 @@ def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate 
 def used_chat_template(
     chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], log: Log
 ) -> ChatTemplate | None:
-    """None where no prompt goes through it."""
+    """`chat`, or None where no prompt is rendered with it."""
     chats = sum(scan.num_chats for scan in scans)
     if format == "openai_batch" and chats and chat is None:
         if chats == sum(scan.num_documents for scan in scans):
@@ -179,6 +179,6 @@ def used_chat_template(
 
 def unused_chat_template(chat: ChatTemplate | None, config: JobConfig, format: str) -> str | None:
     """A remark where the model has a template (`chat`, of `find_chat_template`), prompts are given as they are, and
-    nobody said that this is meant. For new runs: one that was begun cannot change it. None: there is nothing to say."""
+    the configuration does not say that this is meant. It is for new runs, since a run cannot change it once begun."""
     is_meant = "chat" in config.input.model_fields_set or config.input.is_chat or config.model.adapter is not None
     return None if chat is None or is_meant or format == "openai_batch" else UNUSED

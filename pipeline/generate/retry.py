@@ -1,4 +1,4 @@
-"""`jobs.retry`: generates the failed rows of a finished run again, and closes the books again.
+"""`jobs.retry`: generates the failed rows of a finished run again, and reconciles the rows again.
 
 What is generated is read from the input, not from the failed rows: the fingerprint proves that it is unchanged, and a
 failed row may lack its prompt, its token ids and its own sampling parameters. The rows are written aside and change
@@ -48,7 +48,7 @@ class RetryResult:
 
 
 def retry(path: str, given: Mapping[str, Json], overrides: list[str], log: Log) -> RetryResult:
-    """Tries the failed rows of the run in `path` again, with what is `given` in place of its own configuration.
+    """Tries the failed rows of the run in `path` again. `given` overrides the configuration of the run.
 
     `overrides`: the part of it that was said on the command line, for the record.
 
@@ -72,7 +72,7 @@ def retry(path: str, given: Mapping[str, Json], overrides: list[str], log: Log) 
 
 
 def _own_config(state: RunState, given: Mapping[str, Json], path: str) -> dict[str, Json]:
-    """The configuration of the run, with what is `given` in its place."""
+    """The configuration of the run, overridden by `given`."""
     tree: dict[str, Json] = {**state["config"], "input": stored_input(state["config"]["input"])}
     for section, values in given.items():
         before = tree.get(section) or {}

@@ -1,6 +1,6 @@
-"""`run.json` over a run's life: how a session begins it, and how the books are closed.
+"""Row accounting: the `run.json` that a session begins with, and the reconciliation of rows in and rows out.
 
-Left out: how it is written (`store.run_folder`), the report (`report.figures`).
+`store.run_folder` writes it; the report is made by `report.figures`.
 """
 
 import time
@@ -64,10 +64,10 @@ def _ended(folder: RunFolder, earlier: RunState | None) -> list[Session]:
 
 
 def reconcile(folder: RunFolder, state: RunState, check: Check, expected: int | None) -> None:
-    """Counts what is on disk and writes it down, whatever happened before; `check` is asked before it is written.
+    """Counts the rows in the data files and writes the result into `run.json`; `check` is called before that.
 
-    The books are closed where as many rows are there as in the input, and the same ids: `expected` is the sum of these
-    (None: not known), so that a row that is lost and one that is there twice do not make up for each other.
+    Rows are accounted for (`books.closed`) if there are as many as in the input, with the same sum of ids: `expected`
+    (None: not known). So a row that is lost and another that is there twice do not cancel out.
     """
     folder.remove_empty(check)  # what came late, or of a writer that was stopped with us
     books, files = state["books"], folder.read_files()
@@ -85,12 +85,12 @@ def reconcile(folder: RunFolder, state: RunState, check: Check, expected: int | 
 
 
 def expected_ids(planned: PlannedRun, plan: InputPlan) -> int | None:
-    """The sum of the ids that the data files must have; `plan`: with its duplicates."""
+    """The sum of the ids that the data files must have; None where it is not known. `plan` has its duplicates."""
     return None if planned.id_sum is None else (planned.id_sum + sum_duplicates(plan)) % ID_MODULUS
 
 
 def refuse_unreconciled(folder: RunFolder, state: RunState, check: Check) -> None:
-    """RuntimeError where rows are missing, or there twice: a run may not end as if it had all."""
+    """RuntimeError if rows are missing or doubled: such a run may not end as finished."""
     if not state["books"]["closed"]:
         folder.write_state(state | {"state": "interrupted"}, check)
         raise RuntimeError(

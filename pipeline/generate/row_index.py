@@ -107,7 +107,7 @@ def _sum_first(listing: Listing, index: int, config: InputConfig, count: int) ->
 
 
 def sum_duplicates(plan: InputPlan) -> int:
-    """What `duplicate_id` rows add to the sum of the ids (`ids.sum_outputs`)."""
+    """The sum of the ids of `duplicate_id` rows, as `ids.sum_outputs` counts them."""
     named = zip(plan.listing.files, plan.duplicates, strict=True)
     return sum(hash_origin(describe_place(file.name, int(row))) for file, rows in named for row in rows)
 
@@ -221,7 +221,7 @@ def group_files(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def gather(refs: Sequence[ray.ObjectRef], what: str, log: Log) -> list[T]:
-    """Results of tasks in order, with a note now and then; raises the first ConfigError that one gave back."""
+    """Results of tasks in order, with a log line now and then; raises the first ConfigError that one gave back."""
     left, logged_at = list(refs), time.monotonic()
     while left:
         _, left = ray.wait(left, num_returns=len(left), timeout=LOG_S, fetch_local=False)

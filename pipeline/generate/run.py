@@ -1,4 +1,4 @@
-"""One run from configuration to closed books: plan, decode what is left, report. Reads from top to bottom.
+"""One run from configuration to report: plan, decode what is left, reconcile, report.
 
 After the start a bad row is a failed row. Left out: the checks before it (`plan`), the decoding (`stream`).
 """

@@ -1,4 +1,4 @@
-"""How a run ends before its last row: signals that stop it, and the reason in words for everything else.
+"""How a run ends before its last row: signals, and the reason in words for everything else.
 
 Ray Data ends a run with whatever exception reached it first; what the user needs to know is in the attempt
 tracker. Nothing is written here.
@@ -49,7 +49,7 @@ def allowed_failures(limit: int | float, num_rows: int) -> float:
 
 
 def early_limit(limit: int | float, num_rows: int) -> float:
-    """With more failed rows than this the run ends early."""
+    """The number of failed rows beyond which the run ends early."""
     return max(allowed_failures(limit, num_rows), ENDS_EARLY_AT)
 
 

@@ -1,6 +1,6 @@
-"""Rows through the workers: what is left of a run is decoded and written, and `run.json` says how that ended.
+"""Decodes and writes the rows of a run that are left, and records in `run.json` how that ended.
 
-Left out: the pipeline itself (`dataset`), how Ray Data executes it (`execution`), the reasons in words (`ending`).
+The pipeline itself is `dataset`, its execution by Ray Data `execution`, and the reasons in words `stopping`.
 """
 
 import math
@@ -37,7 +37,7 @@ FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 
 def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, log: Log) -> None:
-    """Decodes all rows that are left; however it ends, `run.json` says so."""
+    """Decodes all rows that are left, and records in `run.json` how it ended, well or not."""
     folder, session = planned.folder, state["sessions"][-1]["id"]
     spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
     _note_start(planned, work, spec, log)
@@ -72,7 +72,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
 
 
 def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> LiveEstimate | None:
-    """None: the rows that are left are no fair sample of the input, or could not be looked at."""
+    """An estimate from a sample; None if the rows that are left are no fair sample of the input, or cannot be read."""
     if work.num_done or work.subfolder != "data":
         return None
     sampling, actors = spec.tokenize.sampling, planned.config.actors
@@ -100,8 +100,8 @@ def _hear(estimate: LiveEstimate | None, collector: ActorHandle, counts: Counts)
 
 
 def skipping_s(work: Work) -> float:
-    """How long a reader may take until it gives the first row: of a file that is done but for its end there is nothing
-    to give while it is read, and no progress to be seen."""
+    """Seconds that a reader may take until its first row: a file that is almost done shows no progress while it is
+    read."""
     if work.done is None:
         return 0.0
     shares = zip(work.done.num_rows_per_file, work.plan.num_rows_per_file, work.plan.num_bytes_per_file, strict=True)

@@ -1,4 +1,4 @@
-"""`jobs.verify`: proves from the files alone that the books of a run close, or says what is wrong.
+"""`jobs.verify`: proves from the files alone that every row of a run is accounted for, or says what is wrong.
 
 Row for row: every row of the input is there once, good or failed. An id belongs to the first row that has it; a later
 row with the same id is a row of its own, failed with `duplicate_id`, and known by its place. So "every id once" reads:
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass
 class Verdict:
-    """What was found; `is_proven`: everything that was asked for."""
+    """The result of a verification; `is_proven` if no problem was found."""
 
     folder: RunFolder
     rows: dict[str, int] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None
 
 
 def _files_since(folder: RunFolder, state: RunState) -> list[str]:
-    """Data files that came after the books were closed."""
+    """Data files that came after the run was finished."""
     there = [folder.name(path) for path in folder.all_data_files()]
     known = frozenset(state["files"] if state["state"] == "finished" else there)
     return [
@@ -107,14 +107,14 @@ def _files_since(folder: RunFolder, state: RunState) -> list[str]:
 
 
 def _other_ids(state: RunState, found: FilesFound) -> list[str]:
-    """Where the ids are not those that the books were closed with; with the input at hand their rows are named."""
+    """A problem if the ids are not those that `run.json` sums up. With the input at hand the rows are named instead."""
     said = state["ids"]["output"] if state["state"] == "finished" else None
     is_so = f"{found.id_sum:032x}"
     return [] if said in (None, is_so) else [f"run.json: the sum of all ids is {said}, counted {is_so}"]
 
 
 def _check_data(folder: RunFolder, state: RunState, log: Log) -> tuple[FilesFound, list[str], list[EntriesRef]]:
-    """What the data files hold, their paths, and references to the entries of their rows."""
+    """The contents of the data files, their paths, and references to the entries of their rows."""
     paths = folder.all_data_files()
     task = ray.remote(num_returns=2, **TASK)(check_files)
     groups = [[(index, paths[index]) for index in group] for group in group_files([1] * len(paths))]
@@ -154,7 +154,7 @@ def _read_input(
 
 
 def _check_ids(folder: RunFolder, paths: list[str], matches: Iterator[Match], verdict: Verdict) -> list[int]:
-    """Notes what the matches say; gives the places of the first missing rows."""
+    """Adds the problems that the matches show; gives the positions of the first missing rows."""
     missing: list[int] = []
     for part in matches:
         verdict.problems.add("missing", [""] * len(part.missing), part.num_missing)
@@ -174,7 +174,7 @@ def _name_output(folder: RunFolder, paths: list[str], place: int) -> str:
 
 
 def _name_inputs(plan: InputPlan, config: InputConfig, missing: list[int]) -> list[str]:
-    """Ids and places of input rows (sorted places)."""
+    """Ids and positions of input rows; `missing` is sorted."""
     names = []
     for file in sorted({split_place(place)[0] for place in missing}):
         wanted, first = [split_place(place)[1] for place in missing if split_place(place)[0] == file], 0
@@ -229,7 +229,7 @@ def _other_lengths(folder: RunFolder, state: RunState) -> list[str]:
 
 
 def _miscounted_lines(folder: RunFolder, counted: Mapping[str, int], found: FilesFound) -> list[str]:
-    """Of the batch files: a line for each row, or where lines of the input have several rows, for each of these."""
+    """Problems if the batch files have not one line per row, or per line of the input where these have several rows."""
     lines = {status: count_lines(folder, name) for status, name in FILES.items()}
     if found.num_documents is None:
         named = [(FILES[status], lines[status], counted[status], "row") for status in FILES]

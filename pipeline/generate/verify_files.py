@@ -1,4 +1,4 @@
-"""What a data file of a run must be: whole, with the run's columns, and with rows that say nothing contradictory.
+"""Checks of a run's data files: each must be whole, have the run's columns, and hold no contradictory row.
 
 Reads every page of a file, once, in batches, so that damage shows (data files carry page checksums). One call looks at
 a group of files and needs nothing else, so that it runs as a task anywhere. Left out: what ids the rows ought to have.
@@ -35,7 +35,7 @@ NEVER_NULL = tuple(name for name in OUTPUT_SCHEMA.names if name != PROMPT)
 
 @dataclass
 class Problems:
-    """By kind: how many, and the first ones in words."""
+    """Problems by kind: their number, and the first ones in words."""
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
@@ -55,17 +55,17 @@ class Problems:
 
 @dataclass
 class FilesFound:
-    """What a group of data files holds."""
+    """The contents of a group of data files."""
 
     problems: Problems = field(default_factory=Problems)
     num_rows: dict[str, int] = field(default_factory=lambda: {"ok": 0, "failed": 0})
     tokens: dict[str, int] = field(default_factory=lambda: {"num_input_tokens": 0, "num_generated_tokens": 0})
-    """Of good rows."""
+    """Sums over good rows."""
     errors: dict[str, int] = field(default_factory=dict)
     num_documents: int | None = None
     """First samples; None where rows do not say which sample they are."""
     id_sum: int = 0
-    """Of the ids (`ids.sum_outputs`)."""
+    """The sum of the ids (`ids.sum_outputs`)."""
 
     def join(self, other: "FilesFound") -> None:
         self.problems.join(other.problems)

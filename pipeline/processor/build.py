@@ -120,7 +120,7 @@ def build_processor(
 
 
 def ignored_keys(config: JobConfig) -> list[str]:
-    """Of `IGNORED`, those that were set."""
+    """The keys in `IGNORED` that were set."""
     given: dict[str, dict[str, Json]] = config.model_dump(exclude_unset=True)
     names = {name for section, keys in given.items() for name in (section, *(f"{section}.{key}" for key in keys))}
     return [key for key in IGNORED if key in names]

@@ -40,7 +40,7 @@ from pipeline.stages.packed_window import unpack
 from pipeline.stages.tokenize import TOKENS, TokenizeConfig, finish, tokenize
 
 Value: TypeAlias = Json | bytes | np.ndarray
-"""Of a row, as Ray Data hands it to a function."""
+"""A value of a row, as Ray Data passes it to a function."""
 MADE_ROWS = 1024  # a block of rows with prompts
 FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memory of their table
 
@@ -111,7 +111,7 @@ def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None
 
 
 def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: list[str]) -> list[dict[str, object]]:
-    """What prompts are made of, by row; a row of which that cannot be read is marked."""
+    """The columns that prompts are made of, row by row; a row where they cannot be read is marked as failed."""
     part = table.select(prompt_columns(source, table.column_names))
     if not part.num_columns:
         return [{} for _ in codes]
@@ -126,7 +126,7 @@ def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: li
 
 
 def _texts(column: pa.ChunkedArray, name: str) -> tuple[list[str | None], list[str], list[str]]:
-    """Of each row its text or None, and error code and message."""
+    """The text of each row or None, and its error code and message."""
     values = column.to_pylist() if not is_text_type(column.type) else []
     bad = np.zeros(len(column), bool)
     if is_text_type(column.type):
@@ -146,7 +146,7 @@ def _texts(column: pa.ChunkedArray, name: str) -> tuple[list[str | None], list[s
 
 
 def _own_ids(table: pa.Table, name: str) -> list[str | None]:
-    """None where a row has none of its own."""
+    """The rows' own ids; None where a row has none."""
     if name not in table.column_names or pa.types.is_null(table[name].type):
         return [None] * table.num_rows
     column = table[name]

@@ -1,1 +1,1 @@
-"""What Ray Data runs on each block of rows, inside workers."""
+"""The stages that Ray Data runs on each block of rows, inside workers."""

@@ -73,7 +73,7 @@ class RunVerdict(TypedDict):
 class Death:
     process: WorkerProcess
     reason: str
-    """What the process said before it ended; empty when it could not."""
+    """The process's own reason for ending; empty if it gave none."""
 
     def __str__(self) -> str:
         return f"{self.process}" + (f" ({self.reason})" if self.reason else "")
@@ -81,7 +81,7 @@ class Death:
 
 @dataclass
 class Worker:
-    """What is known of one worker, over its restarts."""
+    """The state of one worker, over its restarts."""
 
     process: WorkerProcess
     state: str  # loading | waiting | decoding

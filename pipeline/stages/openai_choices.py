@@ -1,4 +1,4 @@
-"""What an OpenAI batch line asks for beside its answer's text: log-probabilities and its prompt again (`echo`).
+"""The parts of an OpenAI batch answer beside its text: log-probabilities, and the prompt again (`echo`).
 
 A line's wishes are in its own sampling parameters (`schema.SAMPLING`). The worker puts the scores beside them, and the
 task that finishes rows makes of both what the endpoint would send as text and `logprobs`. The answer files take it as
@@ -22,7 +22,7 @@ NOT_SAMPLING: Final = (ECHO, SCORES)
 
 
 class ChoicePart(TypedDict):
-    """Of an entry of `choices`."""
+    """The part of an entry of `choices` that is made here."""
 
     text: str
     logprobs: LogprobsBody | None

@@ -1,4 +1,4 @@
-"""What Ray Data runs on each block of rows beside decoding (`decode`): tokenise and finish, as CPU tasks.
+"""The CPU tasks of Ray Data before and after decoding: tokenise rows, and finish them.
 
 Each takes and gives Arrow tables with as many rows as it got; a row that cannot be done is a failed row. Columns that
 are not ours pass through untouched. The columns are `pipeline.schema`.
@@ -124,8 +124,8 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
 
 
 def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
-    """What of `text` can matter: more of it than this does not fit, and a file in place of a prompt (tokens take a
-    hundred times the memory of their text) must not end the process."""
+    """The part of `text` that can fit into the model. Tokens take a hundred times the memory of their text, and a whole
+    file as a prompt must not exhaust it."""
     limit = 2 * max_token_chars * config.model.max_position_embeddings
     return text[-limit:] if config.too_long == "truncate_left" else text[:limit]
 

@@ -30,7 +30,7 @@ from skipdecode.engine.results import Completion, TokenLogprobs
 class Window:
     table: pa.Table
     name: str
-    """The same whenever Ray repeats the window."""
+    """Stays the same when Ray repeats the window."""
     rows: list[int]
     """Indices in the table of the rows that can be decoded; the others have failed before."""
     requests: list[Request]

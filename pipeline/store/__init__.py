@@ -1,1 +1,1 @@
-"""What is on disk: the run folder, its lease, the commit of a retry, data files, checkpoints that verbs make."""
+"""Files on disk: the run folder, its lease, the commit of a retry, data files, checkpoints that verbs make."""

@@ -1,4 +1,4 @@
-"""Files that are seen whole or not at all, by the kind of file system; and files and names on the disk itself.
+"""Atomic files for each kind of file system: readers see a file whole or not at all. And fsync on local disks.
 
 - A disk: written aside, flushed, renamed.
 - S3 and GCS: an object appears when its upload is closed, by whomever and for whatever reason. So an upload begins
@@ -28,7 +28,7 @@ COPIED_BYTES: Final = 8 << 20
 
 
 class Source(Protocol):
-    """What can be read from: a file, a buffer."""
+    """Anything that can be read from: a file, a buffer."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -52,7 +52,7 @@ def is_whole_on_close(filesystem: pafs.FileSystem) -> bool:
 def to_the_end(work: Callable[[], None]) -> None:
     """Does `work` in a thread, where no signal ends it in the middle. What is raised here meanwhile waits for its end.
 
-    A stream that Ctrl-C cuts off is closed by whoever lets go of it, and half an object appears.
+    A stream that Ctrl-C interrupts is closed when it is released, and half an object would appear.
     """
     outcome: Future[None] = Future()
 

@@ -12,8 +12,8 @@ SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64  # of each weight file
 
 
 def digest_files(source: Path) -> str:
-    """Of a model folder or a GGUF file. Of configuration and tokenizer files all bytes, and of a GGUF file all before
-    its tensors; of weight files the size and NUM_SAMPLES samples of 64 KiB."""
+    """The digest of a model folder or a GGUF file: all bytes of configuration and tokenizer files and of a GGUF header,
+    and of weight files the size and NUM_SAMPLES samples of 64 KiB."""
     total = hashlib.sha256()
     for path in _files(source):
         size = path.stat().st_size
@@ -33,7 +33,7 @@ def digest_files(source: Path) -> str:
 
 
 def digest_adapter(folder: Path) -> str:
-    """Of a LoRA adapter: all bytes of its configuration and of its weights."""
+    """The digest of a LoRA adapter: all bytes of its configuration and of its weights."""
     total = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         with (folder / name).open("rb") as file:

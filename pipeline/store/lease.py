@@ -47,7 +47,7 @@ class Lease:
         """The session whose lease we have taken over."""
         self._is_lost = False
         self._beat_began_s: float | None = None
-        """Of the beat that is under way."""
+        """When the heartbeat that is under way began."""
 
     def __enter__(self) -> "Lease":
         while not self._take(self._wait_for_holder()):
@@ -270,7 +270,7 @@ def _running_s() -> float:
 
 
 def _machine() -> str:
-    """Where a process id means the same process: one boot of one machine, one pid namespace (containers)."""
+    """Identifies where a process id means the same process: one boot of one machine, one pid namespace (containers)."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""Where a checkpoint that a verb makes goes: a new folder, written whole or not at all; and the tokenizer's files."""
+"""The folder of a checkpoint that a verb makes, written whole or not at all; and the tokenizer's files."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ Files = dict[str, bytes]
 
 
 def tokenizer_files(source: Path) -> Files:
-    """Those of a model folder; of a GGUF file those that a folder would have."""
+    """Tokenizer files of a model folder; for a GGUF file those that a folder would have."""
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in TOKENIZER_FILES if (source / name).is_file()}
     from skipdecode.checkpoint import gguf_tokenizer  # only a GGUF file needs them
@@ -29,7 +29,7 @@ def tokenizer_files(source: Path) -> Files:
 
 
 def new_folder(path: str) -> Path:
-    """Where a checkpoint of `output` goes; ConfigError when something is there, or nothing can be."""
+    """The folder for a new checkpoint; ConfigError if it exists already, or cannot be created."""
     target = Path(path).expanduser().resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError("output", f"{target} exists already; choose another output, or remove it")

@@ -32,7 +32,7 @@ FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memo
 
 
 class NoSpaceLeft(OSError):
-    """Where the rows go. Its name is known to the driver, to which Ray Data passes on an error's text alone."""
+    """The disk of the rows is full. The driver looks for this name, since Ray Data passes on only an error's text."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RunSink:
 
     filesystem: pafs.FileSystem
     root: str
-    """Of the run folder."""
+    """The root of the run folder in `filesystem`."""
     session: str
     schema: pa.Schema
     rows_per_file: int | None
@@ -51,7 +51,7 @@ class RunSink:
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     """Part of the files' names: tasks are numbered from 0 in every execution."""
     sum_ids: Callable[[pa.Table], int] | None = None
-    """Of the ids of a file's rows: the file says it, and the books are closed with it."""
+    """Sums the ids of a file's rows. The footer has the sum, and rows are reconciled with it."""
 
     def __call__(
         self,
@@ -106,7 +106,7 @@ class RunSink:
 
 
 def next_name() -> str:
-    """Of the next batch of this task of Ray Data: the same when the task is repeated, in the order of the work."""
+    """The file name of the next batch of this task of Ray Data; the same when the task is repeated."""
     task, batch = number_of_task()
     return f"{task:06d}-{batch:03d}"
 

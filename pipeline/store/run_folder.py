@@ -31,13 +31,13 @@ SESSION = "[0-9a-f]{12}"
 TEMPORARY = re.compile(
     r"(run\.json|lease\.json|report\.json|report\.html|batch_output\.jsonl|batch_errors\.jsonl)(\.\w+)?\.(tmp|gone)"
 )
-"""What a process that is killed while it replaces a file leaves beside it."""
+"""Temporary files that a process leaves behind when it is killed while replacing a file."""
 KNOWN_NAMES = re.compile(
     rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
     rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})-\d+(-\d+)?\.parquet"
     rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{TEMPORARY.pattern}"
 )
-"""What a finished run holds."""
+"""The files of a finished run."""
 IDS = b"skipdecode.ids"
 """The key of the sum of the digests of the rows' ids, modulo 2^128, in hex."""
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
@@ -49,7 +49,7 @@ class RunFolder:
     root: str
     """Inside the filesystem, without a trailing slash."""
     shown: str
-    """As the user gave it, without credentials."""
+    """The path as the user gave it, without credentials."""
 
     @classmethod
     def open(cls, path: str) -> "RunFolder":
@@ -72,7 +72,7 @@ class RunFolder:
         return f"{self.root}/{name}"
 
     def exists(self) -> bool:
-        """Whether there is anything at the place: a file, or a folder that is not empty."""
+        """True if there is a file at the path, or a folder that is not empty."""
         kind = self.filesystem.get_file_info(self.root).type
         if kind == pafs.FileType.Directory:
             return any(name != LEASE and not TEMPORARY.fullmatch(name) for name in self._names())
@@ -86,8 +86,7 @@ class RunFolder:
         return state
 
     def read_any_state(self) -> RunState | None:
-        """The same, whichever version wrote it. Where its replacement was cut off, what it was to be, if there is
-        anything else."""
+        """`run.json` of any version, or None. If its replacement was cut off, the new content is taken."""
         try:
             text = self.read_text("run.json")
             if text is None:
@@ -121,7 +120,7 @@ class RunFolder:
 
     @contextmanager
     def replacing(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
-        """What is written becomes the file `name`, when all of it is there; `check` is asked directly before."""
+        """A file to write to, which becomes `name` once it is complete; `check` is called directly before that."""
         target = self.path(name)
         own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # of nobody else: two sessions may be here for a moment
         if not self.is_local:
@@ -141,7 +140,7 @@ class RunFolder:
             return None
 
     def foreign_files(self) -> list[str]:
-        """What `clear` would delete although no run wrote it: all of it without a run.json of ours."""
+        """Files that `clear` would delete although no run wrote them: all of them without a run.json of ours."""
         infos = {name: self.filesystem.get_file_info(self.path(name)) for name in OURS}
         there = [name for name, info in infos.items() if info.type != pafs.FileType.NotFound]
         state = self.read_any_state() if there else None
@@ -202,8 +201,8 @@ class RunFolder:
     def fence(self, session: str, check: Callable[[], None] = lambda: None) -> None:
         """From here on no writer of an earlier session can add a data file on a disk: what it would rename is gone.
 
-        On an object store a late upload still can; `late_files` finds it. `check` is asked behind a look at what is
-        there: so of a session that has come since, nothing is taken away.
+        On an object store a late upload still can; `late_files` finds it. `check` is called after listing what is
+        there, so that nothing of a later session is taken away.
         """
         gone = f"checkpoint/gone-{session}"
         if self.is_local:
@@ -232,7 +231,7 @@ class RunFolder:
         self.filesystem.create_dir(self.path(f"{STAGING}/{session}"), recursive=True)
 
     def _names(self, subfolder: str = "") -> list[str]:
-        """What lies in a folder, relative to this one."""
+        """Names in a subfolder, relative to this folder."""
         selector = pafs.FileSelector(self.path(subfolder).rstrip("/"), allow_not_found=True)
         return [self.name(info.path) for info in self.filesystem.get_file_info(selector)]
 
@@ -270,7 +269,7 @@ class RunFolder:
             return not stream.read(1)
 
     def name(self, path: str) -> str:
-        """Of a path in the folder, relative to it."""
+        """A path in the folder, relative to the folder."""
         return path.removeprefix(f"{self.root}/")
 
     def data_files(self, status: str, subfolder: str = "data") -> list[str]:

@@ -23,11 +23,11 @@ FileEntry: TypeAlias = list[str | int | None]
 
 
 FileRecord: TypeAlias = list[int | str]
-"""Of a data file: rows, and the sum of their ids in hex."""
+"""Rows of a data file, and the sum of their ids in hex."""
 
 
 class Books(TypedDict):
-    """Rows in against rows out; `closed`: they agree."""
+    """Row accounting: rows in against rows out; `closed` if they agree."""
 
     input: int
     ok: int | None
@@ -64,7 +64,7 @@ class InputState(TypedDict):
 
 
 class RetryState(TypedDict):
-    """What a retry did: rows `tried`, of which `ok` and `failed`."""
+    """The result of a retry: rows `tried`, of which `ok` and `failed`."""
 
     session: str
     at: float
@@ -75,7 +75,7 @@ class RetryState(TypedDict):
 
 
 class CommitState(TypedDict):
-    """What is left to do of an exchange of rows; paths relative to the folder."""
+    """The rest of an exchange of rows; paths relative to the folder."""
 
     moves: list[list[str]]
     """[from, to] of files."""
@@ -83,11 +83,11 @@ class CommitState(TypedDict):
 
 
 class EstimateState(TypedDict):
-    """What a session expected of itself, once its first rows were decoded."""
+    """The estimate of a session, once its first rows were decoded."""
 
     rows: int
     seen_rows: int
-    """That were decoded by then."""
+    """Rows that were decoded by then."""
     input_tokens: int
     output_tokens: int
     duration_s: float
@@ -98,7 +98,7 @@ class RunState(TypedDict):
     """`run.json`."""
 
     version: str
-    """Of the project, that of the last session. Versions before 1.0 wrote none (`check_version`)."""
+    """The project's version in the last session. Versions before 1.0 wrote none (`check_version`)."""
     state: Phase
     fingerprint: Fingerprint
     config: dict[str, dict[str, Any]]
@@ -114,7 +114,7 @@ class RunState(TypedDict):
     books: Books
     commit: NotRequired[CommitState]
     known: NotRequired[list[str]]
-    """Of a run that is not finished: the data files that its last session found."""
+    """The data files that the last session found at its start; none in a finished run."""
     files: NotRequired[dict[str, FileRecord]]
     """The data files when the rows were last counted."""
     ids: NotRequired[dict[str, str | None]]
@@ -125,7 +125,7 @@ class RunState(TypedDict):
     former: list[str]
     """Sessions of runs that were in the folder before, and of holders that it was taken from."""
     estimate: NotRequired[EstimateState]
-    """Of a run of one session."""
+    """Only in runs of a single session."""
     report: NotRequired[dict[str, Any]]
     """`report.json`, once the run is finished."""
 
@@ -145,6 +145,6 @@ class LeaseState(TypedDict):
     session: str
     host: str
     machine: str
-    """Where a process id means the same process."""
+    """Identifies where a process id means the same process."""
     pid: int
     beat: int
