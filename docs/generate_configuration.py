@@ -32,10 +32,10 @@ error: decode.spedup: unknown key; did you mean 'speedup'?
 exit code 2: bad configuration or input, nothing was started
 ```
 
-A configuration is a YAML file (`--config FILE`) and `key=value` overrides behind it. Overrides are dotted keys, and
-their values are YAML: `sampling.stop='["\\n", "END"]'`. The last one wins. Both are optional, and `-i`, `-o`,
-`--resume` and `--overwrite` are short for keys. An unknown key or a wrong value ends the command with exit code 2,
-before anything starts. [`configs/`](configs.md) has a file for every kind of job.
+A configuration is a YAML file (`--config FILE`) with `key=value` overrides after it. Both are optional. Overrides are
+dotted keys whose values are YAML: `sampling.stop='["\\n", "END"]'`; the last one wins. `-i`, `-o`, `--resume` and
+`--overwrite` are short for keys. An unknown key or a wrong value ends the command with exit code 2, before anything
+starts. [Configuration files](configs.md) lists the files in `configs/`.
 
 This page lists every key. Keys of lists are written `runs[].label`.
 """
