@@ -81,7 +81,7 @@ EXITS := {method: early_exit, max_layers: 16, min_layers: 8}, {method: early_exi
   {method: early_exit, max_layers: 5, min_layers: 3}, {method: early_exit, max_layers: 4, min_layers: 2}
 EVEN := {method: unified, layers: 14}, {method: unified, layers: 9}, {method: unified, layers: 7}, \
   {method: unified, layers: 6}, {method: unified, layers: 5}, {method: unified, layers: 4}
-baselines: .venv/installed  ## trains what `make quality` compares with, in 4 hours: TRAIN=trainset.csv E2E=devset.csv
+baselines: .venv/installed  ## trains what `make quality` compares with, in about 3 hours: TRAIN=trainset.csv E2E=devset.csv
 	@test -f "$(TRAIN)" -a -f "$(E2E)" || { echo "give TRAIN=trainset.csv E2E=devset.csv"; exit 1; }
 	$(TUNE) $(FULL) -o outputs/baselines/start model.source=null 'model.shape=$(SHAPE)' \
 	  train.epochs=1 train.final_learning_rate=0.0005 train.warmup_steps=300
