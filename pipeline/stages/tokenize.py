@@ -167,11 +167,11 @@ def fit_prompt(
     limit, vocabulary = config.model.max_position_embeddings, config.model.vocab_size
     if max(ids) >= vocabulary:
         return ids, (PROMPT_NOT_TEXT, f"prompt token {max(ids)} is not in the vocabulary of {vocabulary} tokens")
-    room = limit - max_new_tokens
-    if room < 1:
+    max_prompt_tokens = limit - max_new_tokens
+    if max_prompt_tokens < 1:
         message = f"max_tokens {max_new_tokens} leaves no room for a prompt in {limit} positions"
         return ids, (BAD_PARAMETERS, message)
-    if len(ids) <= room:
+    if len(ids) <= max_prompt_tokens:
         return ids, None
     if config.too_long == "fail_row" or (is_chat and config.too_long == "truncate_right"):
         remedy = "truncate_left" if is_chat else "truncate_left or truncate_right"
@@ -182,9 +182,9 @@ def fit_prompt(
         )
         return ids, (PROMPT_TOO_LONG, message)
     if config.too_long == "truncate_right":
-        return ids[:room], None
-    kept = ids[: min(len(front), room)]  # BOS stays in front whichever side is cut
-    return [*kept, *ids[len(ids) - room + len(kept) :]], None
+        return ids[:max_prompt_tokens], None
+    kept = ids[: min(len(front), max_prompt_tokens)]  # BOS stays in front whichever side is cut
+    return [*kept, *ids[len(ids) - max_prompt_tokens + len(kept) :]], None
 
 
 def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:

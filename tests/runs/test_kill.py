@@ -14,7 +14,7 @@ from tests.support.processes import rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-NUM_ROWS = 1200
+NUM_ROWS = 600
 
 
 def tokens(output: Path) -> dict[str, list[int]]:
