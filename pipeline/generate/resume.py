@@ -63,7 +63,9 @@ def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], l
     """
     sessions = [*state["former"], *(session["id"] for session in state["sessions"])]
     is_over = state["state"] == "finished"
-    known = state["files"] if is_over else state["known"]
+    known = state["files"] if is_over else state.get("known")
+    if known is None:  # the session was killed before it had listed the files, so it had no writers yet
+        return
     late = folder.late_files(frozenset(known), frozenset(sessions if is_over else sessions[:-1]))
     fault_point("late listed")
     for path in late:

@@ -114,7 +114,8 @@ class RunState(TypedDict):
     books: Books
     commit: NotRequired[CommitState]
     known: NotRequired[list[str]]
-    """The data files that the last session found at its start; none in a finished run."""
+    """The data files that the last session found at its start; missing before it has listed them, and once the run is
+    finished."""
     files: NotRequired[dict[str, FileRecord]]
     """The data files when the rows were last counted."""
     ids: NotRequired[dict[str, str | None]]

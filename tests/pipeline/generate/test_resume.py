@@ -70,3 +70,9 @@ def test_a_driver_that_has_lost_its_lease_removes_nothing_more(root: Path) -> No
     with pytest.raises(PermissionError):
         remove_late(RunFolder.open(str(root)), state_of("finished", files={}), check, lambda _: None)
     assert len(before - files(root)) == 1
+
+
+def test_a_session_that_was_killed_before_it_had_listed_the_files_has_none_that_are_late(root: Path) -> None:
+    before = files(root)
+    remove_late(RunFolder.open(str(root)), state_of("running"), lambda: None, lambda _: None)
+    assert files(root) == before
