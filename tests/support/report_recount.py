@@ -197,6 +197,7 @@ def check_the_rest(of: Recount) -> None:
     assert of.figure("prefill") == "full"
     assert {of.figure(name) for name in ("draft_acceptance", "tokens_per_pass", "drafts")} == {None}
     assert of.figure("documents") == NUM_ROWS
+    assert of.figure("version") == "1.0.0"
     said, expected = of.figure("estimate"), of.finished.state.get("estimate")
     assert (said is None) == (expected is None)  # there is none where the run was over before its first look
     if said is not None:

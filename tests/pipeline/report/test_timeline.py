@@ -159,7 +159,7 @@ def test_a_report_that_cannot_be_made_is_no_failed_run(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}")
     notes: list[str] = []
     found = finish_report(RunFolder.open(str(tmp_path)), STATE, notes.append)
-    assert found == {"completed": 5, "failed": 0, "books": STATE["books"]}
+    assert found == {"version": "1.0.0", "completed": 5, "failed": 0, "books": STATE["books"]}
     assert not (tmp_path / "report.json").exists()
     (log,) = notes
     assert "report: could not be made (Arrow" in log
