@@ -155,7 +155,7 @@ def test_160_batches_ask_for_at_most_210_graphs(layers: int, monkeypatch: pytest
     worker.full = FullDepth(layers)
     worker.model = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32)  # type: ignore[assignment]
     worker.graphs = graphs = CudaGraphs(worker.model, 1 << 28, captures=FakeCaptures())
-    worker._capture()
+    worker._capture_graphs()
     assert 100 < graphs.num_captured == graphs.num_graphs <= 210
     rng, schedule, asked = random.Random(layers), worker.schedule(512), set()
     pads, caches = torch.zeros(256, dtype=torch.int64), {}

@@ -196,7 +196,7 @@ def test_eos_and_stop_string_and_limit_together(
 
 
 def test_stop_strings_without_a_decoder_of_text_are_refused(loaded: Decoder) -> None:
-    with pytest.raises(AssertionError, match="no decoder of text"):
+    with pytest.raises(AssertionError, match="stop strings need decode_text"):
         generate(loaded, requests_for([[2, 5]], greedy(3, stop=("x",))), FULL)
 
 

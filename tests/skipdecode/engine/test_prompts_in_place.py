@@ -116,7 +116,7 @@ def test_rows_of_a_closed_batch_come_once(models: dict[str, Decoder]) -> None:
     if not supports_packed_prompts(models["opt"], batch):
         pytest.skip("these are copied, and would be appended")
     batch.join(requests_of([3, 4], [9, 9]))
-    with pytest.raises(AssertionError, match="come once"):
+    with pytest.raises(AssertionError, match="join at once"):
         batch.join(requests_of([3], [9]))
 
 
