@@ -185,7 +185,7 @@ def served(
 
 
 def test_readme_chat(served: Callable[[str], str], clone: Path, environment: dict[str, str]) -> None:
-    ask = served(readme_block("curl"))
+    ask = served(readme_block("curl")).replace("What is the capital of France?", "name[The Mill], food[Italian]")
     answer = json.loads(run(ask, clone, environment).stdout)
     assert answer["choices"][0]["message"]["content"]
     refused = json.loads(run(ask.replace("my-secret-key", "another-key"), clone, environment).stdout)
