@@ -134,7 +134,7 @@ def test_inputs_in_the_run_folder_are_not_overwritten(
     state = tmp_path / "own/run.json"
     fixed = [f"model.source={tiny_checkpoint}", "-i", str(own.parent), "-o", str(tmp_path / "own"), "--overwrite"]
     refused(generate(*fixed), "holds data, which no run of ours wrote")
-    state.write_text('{"fingerprint": {}, "books": {}}')
+    state.write_text('{"books": {}, "fingerprint": {}, "sessions": {}}')
     refused(generate(*fixed), "holds data/prompts.jsonl, which no run of ours wrote")
     assert own.read_bytes() == source.read_bytes()
 

@@ -49,7 +49,7 @@ def test_a_data_set_has_shards_of_equal_size_and_a_card(run: Path, tmp_path: Pat
         "1.88",
         "12 (good rows only)",
         "2026-09-21",
-        "| city | string | of the corpus |",
+        "| city | string | column of the corpus |",
     ):
         assert text in body, text
     assert "/secret" not in head + body
