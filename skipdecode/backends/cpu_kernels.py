@@ -156,7 +156,7 @@ def linear(
         rows.stride(0),
         *weight.pointers,
         None if bias is None else bias.data_ptr(),
-        THEN[activation] if residual is None else THEN["residual"],
+        EPILOGUE[activation] if residual is None else EPILOGUE["residual"],
         None if residual is None else residual.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
@@ -184,5 +184,5 @@ def argmax_linear(x: Tensor, packed: Weight, outputs: int) -> Tensor:
     return out
 
 
-THEN = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
-"""As `Then` in `cpp/gemm.h`."""
+EPILOGUE = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
+"""The values of `Epilogue` in `cpp/gemm.h`."""

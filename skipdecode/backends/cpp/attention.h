@@ -1,13 +1,13 @@
-// Attention of one new column per row over that row's cached keys and values, at the speed of memory; for attention.cpp and
-// layer.h. Several new columns of one row of the cache are as many rows here, with one `place`.
+// Attention of one new column per row over that row's cached keys and values, at the speed of memory; for attention.cpp
+// and layer.h. Several new columns of one row of the cache are as many rows here, with the same slot.
 //
-// A line of keys or values is taken from memory once for all queries of its group. Scores come 16 columns at a time, so
-// that adding up the lanes of a register costs little; values are added for as many queries and numbers as registers hold.
-// All is counted from a row's first column on: how far a batch is padded is in no sum.
+// A line of keys or values is loaded once for all queries of its group. Scores are computed 16 columns at a time, so that
+// the horizontal sums of registers cost little; values are accumulated for as many queries and elements as fit in
+// registers. Columns count from a row's first one, so padding does not change the order of any sum.
 //
-// While keys are read, the values of the same row and group are on their way, and while values are read, the next one's
-// keys. Hardware prefetchers stop at the end of a page, which is less than one group's cache. A core waits for few lines at
-// once: it asks for them one by one in between, or what it does meanwhile waits too.
+// While keys are read, the values of the same row and group are prefetched, and while values are read, the next unit's
+// keys: hardware prefetchers stop at the end of a page, which is smaller than one group's cache. A core has few
+// outstanding misses, so prefetches are spread between other instructions; in a burst they would hold those up.
 
 #pragma once
 
@@ -28,12 +28,13 @@ namespace cpu {
 #ifdef __AVX512F__
 
 using Lanes = __m512;
-// In registers: keys, sixteens of sums, and of these queries and parts of a value, which are WIDE sixteens.
+// In registers: COLUMNS keys, SUMS sums of 16 for up to QUERIES_AT_ONCE queries and PARTS_AT_ONCE parts of a value, each
+// WIDE times 16 elements.
 constexpr int COLUMNS = 16, SUMS = 16, QUERIES_AT_ONCE = 8, PARTS_AT_ONCE = 4, WIDE = 2;
 
 inline Lanes no_lanes() { return _mm512_setzero_ps(); }
 
-// The sum of the lanes of each of 16, in their order.
+// The horizontal sum of each of 16 registers, in their order.
 inline Lanes sums_of(const Lanes* x) {
   Lanes quarters[4];
   for (int i = 0; i < 4; ++i) {
@@ -52,7 +53,7 @@ inline Lanes sums_of(const Lanes* x) {
                        _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 
-// sum + x y of PART<T> numbers, of y the first `left`; behind them x is zero.
+// sum + x * y of PART<T> elements, of which y has the first `left`; x is zero beyond them.
 template <typename T>
 constexpr int PART = 16;
 inline Lanes dot(Lanes sum, const float* x, const float* y, int64_t left) {
@@ -79,7 +80,7 @@ constexpr int COLUMNS = 8, SUMS = 8, QUERIES_AT_ONCE = 6, PARTS_AT_ONCE = 8, WID
 
 inline Lanes no_lanes() { return _mm256_setzero_ps(); }
 
-inline Lanes sums_of(const Lanes* x) {  // of 8
+inline Lanes sums_of(const Lanes* x) {  // of 8 registers
   const Lanes low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
   const Lanes high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
   return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
@@ -95,8 +96,8 @@ inline Lanes dot(Lanes sum, const T* x, const T* y, int64_t left) {
 
 #endif
 
-// A query, filled up with zeros to a multiple of 32, times `count` <= 16 keys; the rest of 16 is any number. FETCHES: as many
-// numbers from `next` on are fetched meanwhile.
+// A query, padded with zeros to a multiple of 32, times `count` <= 16 keys; the remaining scores are undefined. FETCHES:
+// prefetches as many elements from `next` on.
 template <int DIM, bool ALL, bool FETCHES, typename T>
 inline void score(const T* query, const T* keys, int64_t count, int64_t dim_, float* scores, const T* next) {
   const int64_t dim = DIM ? DIM : dim_;
@@ -109,7 +110,7 @@ inline void score(const T* query, const T* keys, int64_t count, int64_t dim_, fl
     for (int64_t d = 0; d < dim; d += PART<T>) {
 #pragma GCC unroll 16
       for (int i = 0; i < COLUMNS; ++i) {
-        const int64_t key = ALL || from + i < count ? from + i : count - 1;  // none behind the last: memory may end there
+        const int64_t key = ALL || from + i < count ? from + i : count - 1;  // memory may end there
         sums[i] = dot(sums[i], query + d, keys + key * dim + d, dim - d);
         if (FETCHES) fetch(next + from * dim + d * COLUMNS + i * PART<T>);
       }
@@ -119,8 +120,8 @@ inline void score(const T* query, const T* keys, int64_t count, int64_t dim_, fl
   }
 }
 
-// Weights of columns as `add_values` takes them, and how 32 sums lie while values are added: as they are, or, where two
-// columns of bfloat16 go at once, with their numbers in turns, as unpacking puts them.
+// The type of attention weights that `add_values` takes, and the order of 32 sums while values are accumulated:
+// unchanged, or, where two columns of bfloat16 are added at a time, interleaved as unpacking leaves them.
 template <typename T>
 struct Weights {
   using Type = float;
@@ -141,9 +142,9 @@ struct Weights<bfloat16> {
 };
 #endif
 
-// `count` values, PARTS parts of each from `values` on, times their weights, added to `sums`; of QUERIES queries, `apart`
-// weights and `width` sums from one to the next. ALL: else a single part of which `left` numbers are there. With each value
-// `ahead` numbers from `next` on are fetched.
+// Adds `count` values, PARTS parts of each from `values` on, times their weights to `sums`, for QUERIES queries whose
+// weights are `apart` and whose sums are `width` elements apart. Not ALL: a single part with only `left` elements.
+// `ahead` elements from `next` on are prefetched with each value.
 template <int QUERIES, int PARTS, bool ALL, typename T>
 [[gnu::noinline]] void add_values(int64_t count, const float* weights, int64_t apart, const T* values, int64_t dim,
                                   int64_t left, float* sums, int64_t width, const T* next, int64_t ahead) {
@@ -172,7 +173,7 @@ template <int QUERIES, int PARTS, bool ALL, typename T>
 }
 
 #ifdef HAS_BFLOAT16
-// Two columns at a time: weights behind the last one are zero.
+// Two columns at a time; the weight after the last one is zero.
 template <int QUERIES, int PARTS, bool ALL>
 [[gnu::noinline]] void add_values(int64_t count, const bfloat16* weights, int64_t apart, const bfloat16* values, int64_t dim,
                                   int64_t left, float* sums, int64_t width, const bfloat16* next, int64_t ahead) {
@@ -184,7 +185,7 @@ template <int QUERIES, int PARTS, bool ALL>
     for (int j = 0; j < 2 * PARTS; ++j) sum[r][j] = _mm512_loadu_ps(sums + r * width + 16 * j);
   for (int64_t s = 0; s < count; s += 2, values += 2 * dim, next += 2 * ahead) {
     fetch_all(next, 2 * ahead);
-    const bfloat16* other = s + 1 < count ? values + dim : values;  // none behind the last: memory may end there
+    const bfloat16* other = s + 1 < count ? values + dim : values;  // memory may end there
     __m512bh pairs[2 * PARTS];
 #pragma GCC unroll 4
     for (int j = 0; j < PARTS; ++j) {
@@ -225,7 +226,7 @@ constexpr AddValues<T> adder() {
     return &add_values<QUERIES, PARTS, ALL, T>;
 }
 
-// By how many whole parts: none is a last one of which some numbers are missing.
+// Indexed by the number of whole parts; 0 is an incomplete last part.
 template <int QUERIES, typename T>
 constexpr std::array<AddValues<T>, 9> adders() {
   return {adder<QUERIES, 1, false, T>(), adder<QUERIES, 1, true, T>(), adder<QUERIES, 2, true, T>(),
@@ -233,14 +234,14 @@ constexpr std::array<AddValues<T>, 9> adders() {
           adder<QUERIES, 6, true, T>(),  adder<QUERIES, 7, true, T>(), adder<QUERIES, 8, true, T>()};
 }
 
-// The same for any number of queries and all of a value's numbers. For each value one from `next` on is fetched.
+// `add_values` for any number of queries and all elements of a value. One value from `next` on is prefetched for each.
 template <typename T>
 void add_all_values(int64_t queries, int64_t count, const typename Weights<T>::Type* weights, int64_t apart,
                     const T* values, int64_t dim, float* sums, int64_t width, const T* next) {
   static constexpr std::array<AddValues<T>, 9> RUNS[8] = {adders<1, T>(), adders<2, T>(), adders<3, T>(), adders<4, T>(),
                                                           adders<5, T>(), adders<6, T>(), adders<7, T>(), adders<8, T>()};
   constexpr int64_t PART_NUMBERS = 16 * WIDE;
-  if (queries > 1) fetch_all(next, count * dim);  // with so much to do for each line, all at once is as good
+  if (queries > 1) fetch_all(next, count * dim);  // there is so much to do per line that a burst does no harm
   for (int64_t from = 0; from < queries; from += QUERIES_AT_ONCE) {
     const int64_t some = std::min(queries - from, int64_t(QUERIES_AT_ONCE));
     const int64_t most = std::min(SUMS / WIDE / some, int64_t(PARTS_AT_ONCE));
@@ -253,115 +254,116 @@ void add_all_values(int64_t queries, int64_t count, const typename Weights<T>::T
   }
 }
 
-// What a thread needs of one row and group: see `attend`.
+// A thread's scratch memory for one row and group: see `attend`.
 template <typename T>
-struct GroupRoom {
-  int64_t apart, width;  // from one query's weights and numbers to the next one's
+struct GroupScratch {
+  int64_t apart, width;  // strides of the queries' weights, and of their elements
   T *queries, *made;
   float *scores, *sums, *tops;
   typename Weights<T>::Type* weights;
 
-  GroupRoom(const Heads& heads, int64_t capacity)
+  GroupScratch(const Heads& heads, int64_t capacity)
       : apart((capacity + 31) / 16 * 16), width((heads.dim + 31) / 32 * 32) {
-    thread_local Buffer<T> kept;
-    thread_local Buffer<float> floats_kept;
+    thread_local Buffer<T> buffer;
+    thread_local Buffer<float> floats_buffer;
     const int64_t each = heads.each();
-    queries = kept.room((each + 1) * width), made = queries + each * width;
-    scores = floats_kept.room(each * (2 * apart + width + 16)), sums = scores + each * apart, tops = sums + each * width;
+    queries = buffer.reserve((each + 1) * width), made = queries + each * width;
+    scores = floats_buffer.reserve(each * (2 * apart + width + 16));
+    sums = scores + each * apart, tops = sums + each * width;
     weights = reinterpret_cast<typename Weights<T>::Type*>(tops + each * 16);
     std::memset(static_cast<void*>(queries), 0, each * width * sizeof(T));
   }
 };
 
-// The scores of `count` columns from `keys` on, of all queries of a group, as those of columns `from` on.
+// The scores of all queries of a group with `count` columns from `keys` on, stored from column `from` on.
 template <int DIM, typename T>
 void score_all(int64_t each, int64_t from, int64_t count, const T* keys, const T* values, int64_t dim_,
-               const GroupRoom<T>& room) {
+               const GroupScratch<T>& scratch) {
   const int64_t dim = DIM ? DIM : dim_;
   const float scale = 1.0f / std::sqrt(float(dim));
   for (int64_t s = 0; s < count; s += 16) {
     const int64_t some = count - s < 16 ? count - s : 16;
     if (each > 1) fetch_all(values + s * dim, some * dim);
     for (int64_t r = 0; r < each; ++r) {
-      float* scores = room.scores + r * room.apart + from + s;
+      float* scores = scratch.scores + r * scratch.apart + from + s;
       const auto run = each == 1 ? some == 16 ? score<DIM, true, true, T> : score<DIM, false, true, T>
                               : some == 16 ? score<DIM, true, false, T> : score<DIM, false, false, T>;
-      run(room.queries + r * room.width, keys + s * dim, some, dim, scores, values + s * dim);
+      run(scratch.queries + r * scratch.width, keys + s * dim, some, dim, scores, values + s * dim);
       const Floats scaled = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
       store16(scores, scaled);
-      store16(room.tops + 16 * r, max(load16(room.tops + 16 * r), scaled));
+      store16(scratch.tops + 16 * r, max(load16(scratch.tops + 16 * r), scaled));
     }
   }
 }
 
-// Scores to weights, and one over their sum in tops[16 query].
+// Scores to unnormalised weights, with one over their sum in tops[16 * query].
 template <typename T>
-void weigh(int64_t each, int64_t count, const GroupRoom<T>& room) {
+void weigh(int64_t each, int64_t count, const GroupScratch<T>& scratch) {
   for (int64_t r = 0; r < each; ++r) {
-    const Floats top = all(largest(load16(room.tops + 16 * r)));
+    const Floats top = all(largest(load16(scratch.tops + 16 * r)));
     Floats total = all(0.0f);
     for (int64_t s = 0; s < count; s += 16) {
-      const int64_t at = r * room.apart + s;
-      const Floats weight = first_of(count - s, exp_of_negatives(load16(room.scores + at) - top), all(0.0f));
-      store_first(room.weights + at, weight, 16);
+      const int64_t at = r * scratch.apart + s;
+      const Floats weight = first_of(count - s, exp_of_negatives(load16(scratch.scores + at) - top), all(0.0f));
+      store_first(scratch.weights + at, weight, 16);
       total = total + Weights<T>::rounded(weight);
     }
-    room.tops[16 * r] = 1.0f / sum(total);
+    scratch.tops[16 * r] = 1.0f / sum(total);
   }
 }
 
-// A thread's part of it, to be called by all threads of a team, which wait for none at the end.
-// q, new_k, new_v: `row_stride` numbers from row to row. DIM: the head dimension, or 0 where it is known at run time only.
-// `places` [rows]: the row of the cache that each row has; null: its own. Where several have one, keys and values of all are
-// there (`store_all`). `by_head`: the order of `UnitOf`, which changes no bit. `shared` (null: none) comes before a row's own
-// columns; a row's bits are those it has with all columns in one piece. put(row, head, numbers) is called with each row's and
-// head's result [dim].
+// A thread's share of the attention, called by all threads of a team, without a barrier at the end. q, new_k, new_v:
+// `row_stride` elements between rows. DIM: the head dimension, or 0 if it is only known at run time. `slots` [rows]: each
+// row's slot in the cache; null: its own index. Where rows share a slot, all new keys and values are stored already
+// (`store_all`). `by_head`: the order of `UnitOf`, which changes no result. `shared` (null: none) comes in front of a
+// row's own columns; the result is bitwise the same as with all columns in one piece. put(row, head, result [dim]) is
+// called for each row and head.
 template <typename T, int DIM, typename Put>
 void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v, int64_t row_stride,
-            T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* places,
+            T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* slots,
             bool by_head, const Shared* shared, Put put) {
   constexpr int64_t AT_ONCE = 64;  // columns: their values stay in the L1 cache for all queries
   const int64_t dim = DIM ? DIM : heads.dim, each = heads.each(), units = rows * heads.groups, step = capacity * dim;
-  const GroupRoom<T> room(heads, capacity + (shared ? shared->capacity : 0));
+  const GroupScratch<T> scratch(heads, capacity + (shared ? shared->capacity : 0));
   team.share(units, [&](int64_t unit) {
-    const UnitOf of(unit, rows, heads.groups, places, by_head);
+    const UnitOf of(unit, rows, heads.groups, slots, by_head);
     const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
     const int64_t before = count_of(shared, row);
     T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
-    const T *head_keys = before ? shared->line<T>(shared->k, row, group, dim) : nullptr;
-    const T *head_values = before ? shared->line<T>(shared->v, row, group, dim) : nullptr;
+    const T *shared_keys = before ? shared->line<T>(shared->k, row, group, dim) : nullptr;
+    const T *shared_values = before ? shared->line<T>(shared->v, row, group, dim) : nullptr;
     if (new_k)
       store_new(heads, row, group, before + count - 1, new_k, new_v, row_stride, keys + (count - 1) * dim,
                 values + (count - 1) * dim);
     for (int64_t r = 0; r < each; ++r) {
       const T* from = q + row * row_stride + (group * each + r) * dim;
-      if (heads.turns_queries())
-        turn(heads, heads.q_norm, before + count - 1, from, room.queries + r * room.width);
+      if (heads.transforms_queries())
+        norm_and_rotate(heads, heads.q_norm, before + count - 1, from, scratch.queries + r * scratch.width);
       else
-        std::memcpy(room.queries + r * room.width, from, dim * sizeof(T));
+        std::memcpy(scratch.queries + r * scratch.width, from, dim * sizeof(T));
     }
-    for (int64_t r = 0; r < each; ++r) store16(room.tops + 16 * r, all(-FLT_MAX));
-    if (before) score_all<DIM>(each, 0, before, head_keys, head_values, dim, room);
-    score_all<DIM>(each, before, count, keys, values, dim, room);
-    weigh(each, before + count, room);
-    std::memset(room.sums, 0, each * room.width * sizeof(float));
-    const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, places, by_head);
+    for (int64_t r = 0; r < each; ++r) store16(scratch.tops + 16 * r, all(-FLT_MAX));
+    if (before) score_all<DIM>(each, 0, before, shared_keys, shared_values, dim, scratch);
+    score_all<DIM>(each, before, count, keys, values, dim, scratch);
+    weigh(each, before + count, scratch);
+    std::memset(scratch.sums, 0, each * scratch.width * sizeof(float));
+    const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, slots, by_head);
     const T* next = k + following.memory * step + start * dim;
     for (int64_t s = 0; s < before; s += AT_ONCE) {
       const int64_t some = before - s < AT_ONCE ? before - s : AT_ONCE;
-      add_all_values(each, some, room.weights + s, room.apart, head_values + s * dim, dim, room.sums,
-                     room.width, head_values + s * dim);
+      add_all_values(each, some, scratch.weights + s, scratch.apart, shared_values + s * dim, dim, scratch.sums,
+                     scratch.width, shared_values + s * dim);
     }
     for (int64_t s = 0; s < count; s += AT_ONCE) {
       const int64_t some = count - s < AT_ONCE ? count - s : AT_ONCE;
-      add_all_values(each, some, room.weights + before + s, room.apart, values + s * dim, dim, room.sums, room.width,
-                     next + s * dim);
+      add_all_values(each, some, scratch.weights + before + s, scratch.apart, values + s * dim, dim, scratch.sums,
+                     scratch.width, next + s * dim);
     }
     for (int64_t r = 0; r < each; ++r) {
-      for (int64_t d = 0; d < dim; d += 32) Weights<T>::order(room.sums + r * room.width + d);
+      for (int64_t d = 0; d < dim; d += 32) Weights<T>::order(scratch.sums + r * scratch.width + d);
       for (int64_t d = 0; d < dim; d += 16)
-        store_first(room.made + d, load16(room.sums + r * room.width + d) * all(room.tops[16 * r]), dim - d);
-      put(row, group * each + r, room.made);
+        store_first(scratch.made + d, load16(scratch.sums + r * scratch.width + d) * all(scratch.tops[16 * r]), dim - d);
+      put(row, group * each + r, scratch.made);
     }
   });
 }
@@ -369,14 +371,14 @@ void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* ne
 template <typename T, typename Put>
 void attend_of(Team team, const Heads& heads, int64_t rows, const T* q, const T* new_k, const T* new_v,
                int64_t row_stride, T* k, T* v, int64_t capacity, const int64_t* first, const int64_t* last,
-               const int64_t* places, bool by_head, const Shared* shared, Put put) {
+               const int64_t* slots, bool by_head, const Shared* shared, Put put) {
   const auto run = heads.dim == 32    ? attend<T, 32, Put>    // the demo model
                    : heads.dim == 64  ? attend<T, 64, Put>    // OPT-125m to 1.3B
                    : heads.dim == 80  ? attend<T, 80, Put>    // 2.7B
                    : heads.dim == 96  ? attend<T, 96, Put>
                    : heads.dim == 128 ? attend<T, 128, Put>   // 6.7B and larger
                                       : attend<T, 0, Put>;
-  run(team, heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, places, by_head, shared, put);
+  run(team, heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, slots, by_head, shared, put);
 }
 
 }  // namespace cpu

@@ -1,4 +1,4 @@
-// Memory that a thread keeps; for the other headers.
+// Scratch memory that a thread keeps between calls; for the other headers.
 
 #pragma once
 
@@ -7,11 +7,11 @@
 
 namespace cpu {
 
-// Memory that is kept from call to call, on a line of the cache.
+// Uninitialised memory, aligned to a cache line, that grows and is never released.
 template <typename T>
 class Buffer {
  public:
-  T* room(int64_t count) {
+  T* reserve(int64_t count) {
     if (int64_t(held_.size()) < count + 64) held_.resize(count + 64);
     return held_.data() + (64 - reinterpret_cast<uintptr_t>(held_.data()) % 64) / sizeof(T);
   }

@@ -1,6 +1,6 @@
-// The next token of each row from its logits, for any CPU: the likeliest one, or one draw from what top-k and top-p leave,
-// without putting whole rows in order. A row's token never depends on its company. Reference: `pick_by_sort` of
-// skipdecode/model/sampler.py.
+// The next token of each row from its logits, for any CPU: the most likely one, or one sampled after top-k and top-p,
+// without sorting whole rows. A row's token does not depend on the other rows. The reference is `pick_by_sort` of
+// skipdecode/backends/torch_sampling.py.
 
 #include "buffer.h"
 #include "numbers.h"
@@ -13,22 +13,23 @@ namespace {
 
 using namespace cpu;
 
-constexpr int64_t BLOCK = 512;  // tokens that are looked at, or summed, at once
-// Where the likeliest token weighs 1, weights up to here are none: e^-86.1; what exp_of_negatives gives at least is e^-87.
+constexpr int64_t BLOCK = 512;  // tokens compared or summed at once
+// The most likely token weighs 1. Weights up to this one (e^-86.1) count as zero; exp_of_negatives returns at least
+// e^-87.
 constexpr float NONE = 4e-38f;
-constexpr float COLDEST = 1e-30f;  // temperature: below it, of two logits that differ the smaller one has no weight
-// Of weights up to 1: by exponent and four bits behind it, in the order of the weights.
+constexpr float COLDEST = 1e-30f;  // temperature: below it, the smaller one of two different logits has no weight
+// Buckets of weights up to 1, by exponent and four bits of the mantissa, in the order of the weights.
 constexpr int BUCKETS = (0x3f800000 >> 19) + 1;
 
 struct Likeliest {
   float logit;
-  int64_t token;  // the lowest of equals; 0 where there is nothing but NaN, or -inf, which is below all that is compared
+  int64_t token;  // the lowest of equal ones; 0 if all are NaN or -inf, which is below all that is compared
 };
 
 template <typename T>
 Likeliest likeliest(int64_t count, const T* logits) {
   float best = -FLT_MAX;
-  int64_t at = 0;  // the first block that holds `best`: only there its place is looked for, one by one
+  int64_t at = 0;  // the first block that contains `best`: only there its index is searched for
   for (int64_t from = 0; from < count; from += BLOCK) {
     const int64_t to = std::min(from + BLOCK, count);
     float top = -FLT_MAX;
@@ -56,7 +57,7 @@ int bucket_of(float weight) {
   return std::min(int(bits >> 19), BUCKETS - 1);
 }
 
-// Tokens by falling logit, the lower one of equals first, put in order as far as one must look to cut them off.
+// Tokens by falling logit, the lower index first among equal ones, sorted only as far as needed to find the cut.
 template <typename T>
 class Ranking {
  public:
@@ -76,13 +77,13 @@ class Ranking {
   }
 
   struct Cut {
-    int bucket;  // of the last token that stays
+    int bucket;  // of the last token kept
     float logit;
     int64_t token;
-    double mass;  // of all that stay
+    double mass;  // of all tokens kept
   };
 
-  // Where the first `most` tokens stay, as long as those before a token weigh less than `mass`; the first one always does.
+  // Keeps the first `most` tokens as long as those before a token weigh less than `mass`; always keeps the first one.
   Cut cut(int64_t most, double mass) const {
     int64_t rank = 0;
     double before = 0.0;
@@ -97,7 +98,7 @@ class Ranking {
         if (rank >= most || before >= mass) return {bucket, load(logits_[token]), token, before};
       }
     }
-    return {-1, 0.0f, 0, before};  // all stay
+    return {-1, 0.0f, 0, before};  // all are kept
   }
 
   bool stays(int64_t token, const Cut& cut) const {
@@ -108,7 +109,7 @@ class Ranking {
   }
 
  private:
-  // The first `most` of a bucket, or all.
+  // The first `most` tokens of a bucket in order, or all.
   std::vector<int64_t> ordered(int bucket, int64_t most) const {
     std::vector<int64_t> own;
     own.reserve(counts_[bucket]);
@@ -133,9 +134,9 @@ class Ranking {
   std::vector<double> sums_;
 };
 
-// Takes the weights of what top-k and top-p leave out.
+// Zeroes the weights of tokens that top-k and top-p exclude.
 template <typename T>
-void leave_out(int64_t count, const T* logits, int64_t top_k, float top_p, float* weights) {
+void zero_excluded(int64_t count, const T* logits, int64_t top_k, float top_p, float* weights) {
   const Ranking<T> ranking(count, logits, weights);
   typename Ranking<T>::Cut cut = {-1, 0.0f, 0, 0.0};
   if (top_k < count) cut = ranking.cut(top_k, DBL_MAX);
@@ -150,16 +151,16 @@ float sum_of(int64_t count, const float* weights) {
   return sum(total);
 }
 
-// The first token up to which all together weigh more than `uniform` of all; `likeliest` where none weighs anything.
-int64_t hit(int64_t count, const float* weights, float uniform, int64_t likeliest) {
-  double whole = 0.0, before = 0.0;
-  for (int64_t from = 0; from < count; from += BLOCK) whole += sum_of(std::min(BLOCK, count - from), weights + from);
-  const double wanted = uniform * whole;
+// The first token whose cumulative weight exceeds `uniform` times the total; `likeliest` if no token has any weight.
+int64_t draw_token(int64_t count, const float* weights, float uniform, int64_t likeliest) {
+  double quantized = 0.0, before = 0.0;
+  for (int64_t from = 0; from < count; from += BLOCK) quantized += sum_of(std::min(BLOCK, count - from), weights + from);
+  const double wanted = uniform * quantized;
   int64_t last = likeliest;
   for (int64_t from = 0; from < count; from += BLOCK) {
     const int64_t size = std::min(BLOCK, count - from);
     const double behind = before + sum_of(size, weights + from);
-    if (behind > wanted) {  // rounded otherwise, its weights may come to less one by one: then it is its last one
+    if (behind > wanted) {  // if summing one by one rounds below that, it is the block's last token
       bool is_seen = false;
       for (int64_t i = from; i < from + size; ++i) {
         if (weights[i] <= NONE) continue;
@@ -182,11 +183,11 @@ void draw(int64_t rows, int64_t count, const T* logits, const float* temperature
     const Likeliest most = likeliest(count, own);
     out[row] = most.token;
     if (temperature[row] == 0.0f) continue;
-    thread_local Buffer<float> kept;
-    float* weights = kept.room(count);
+    thread_local Buffer<float> buffer;
+    float* weights = buffer.reserve(count);
     weigh(count, own, most.logit, temperature[row], weights);
-    if (top_k[row] < count || top_p[row] < 1.0f) leave_out(count, own, top_k[row], top_p[row], weights);
-    out[row] = hit(count, weights, uniform[row], most.token);
+    if (top_k[row] < count || top_p[row] < 1.0f) zero_excluded(count, own, top_k[row], top_p[row], weights);
+    out[row] = draw_token(count, weights, uniform[row], most.token);
   }
 }
 
@@ -198,15 +199,15 @@ void argmax(int64_t rows, int64_t count, const T* logits, int64_t* out, int num_
 
 }  // namespace
 
-// logits [rows, count]; the others one number for each row. top_k at least 1.
-#define EXPORT(NAME, T)                                                                                              \
-  extern "C" void argmax_##NAME(int64_t rows, int64_t count, const T* logits, int64_t* out, int num_threads) {       \
-    argmax<T>(rows, count, logits, out, num_threads);                                                                \
-  }                                                                                                                  \
-  extern "C" void draw_##NAME(int64_t rows, int64_t count, const T* logits, const float* temperature,                \
-                              const int64_t* top_k, const float* top_p, const float* uniform, int64_t* out,          \
-                              int num_threads) {                                                                     \
-    draw<T>(rows, count, logits, temperature, top_k, top_p, uniform, out, num_threads);                              \
+// logits [rows, count]; the other inputs have one element per row. top_k is at least 1.
+#define EXPORT(NAME, T)                                                                                                 \
+  extern "C" void argmax_##NAME(int64_t rows, int64_t count, const T* logits, int64_t* out, int num_threads) {          \
+    argmax<T>(rows, count, logits, out, num_threads);                                                                   \
+  }                                                                                                                     \
+  extern "C" void draw_##NAME(int64_t rows, int64_t count, const T* logits, const float* temperature,                   \
+                              const int64_t* top_k, const float* top_p, const float* uniform, int64_t* out,             \
+                              int num_threads) {                                                                        \
+    draw<T>(rows, count, logits, temperature, top_k, top_p, uniform, out, num_threads);                                 \
   }
 
 EXPORT(float32, float)

@@ -1,4 +1,4 @@
-// What a decoder layer is made of, as `layer.py` hands it over; for step.cpp and prompt.cpp.
+// The parts of a decoder layer, in the structs that `cpu_layers.py` fills; for step.cpp and prompt.cpp.
 
 #pragma once
 
@@ -8,17 +8,17 @@
 
 namespace cpu {
 
-// T: float or bfloat16, which all numbers but int8 weights are.
+// T is float or bfloat16, the type of everything but int8 weights.
 struct Norm {
   const void *weight, *bias;  // null: 1 and 0
-  int64_t is_rms;             // not around the mean, and no bias
+  int64_t is_rms;             // RMS norm: no mean and no bias
 };
 
 struct Product {
   int64_t outputs, inputs;
-  const void* weight;     // packed; of T, but for int8 ones
-  const float* scales;    // of int8, else null
-  const int32_t* totals;  // of int8
+  const void* weight;     // packed; of type T unless int8
+  const float* scales;    // null unless int8
+  const int32_t* totals;  // only int8
   const void* bias;       // null: none
 
 #ifdef HAS_INT8
@@ -30,10 +30,10 @@ struct Product {
 
 struct Block {
   Heads heads;
-  int64_t is_pre_norm;  // else the norms are behind the residuals (OPT-350m)
-  int64_t is_gated;     // SwiGLU, else ReLU
+  int64_t is_pre_norm;  // otherwise the norms follow the residuals (OPT-350m)
+  int64_t is_gated;     // SwiGLU, otherwise ReLU
   Norm attn_norm;
-  Product qkv, out;     // queries, keys, values; or queries alone, where the others are in the cache already
+  Product qkv, out;     // qkv: queries, keys, values; or queries alone if the others are in the cache already
   Norm ffn_norm;
   Product fc1, fc2;
 
@@ -42,30 +42,30 @@ struct Block {
   float epsilon() const { return float(heads.epsilon); }
 };
 
-// Row `row` of x as whole numbers, for a product with `p`, whose weight is int8.
+// Quantises row `row` of x for a product with `p`, whose weight is int8.
 template <typename T>
-void to_int8(int64_t row, const Product& p, const T* x, WholeRows to) {
+void quantize_for(int64_t row, const Product& p, const T* x, QuantizedRows to) {
 #ifdef HAS_INT8
-  if constexpr (std::is_same<T, bfloat16>::value) to_whole(row, p.inputs, x, to);
+  if constexpr (std::is_same<T, bfloat16>::value) quantize_row(row, p.inputs, x, to);
 #endif
 }
 
-// Rows of x, or `whole` ones where the weight is int8, times `p`; few: as `few_rows` lays them.
-template <Then THEN, typename T>
-void of_product(Team team, bool few, int64_t rows, const Product& p, const T* x, WholeRows whole, const T* residual, T* y,
-                Layout layout) {
+// The product of rows of x (or of the quantised rows if the weight is int8) with `p`. few: x is in the layout `few_rows`.
+template <Epilogue EPILOGUE, typename T>
+void of_product(Team team, bool few, int64_t rows, const Product& p, const T* x, QuantizedRows quantized,
+                const T* residual, T* y, Layout layout) {
 #ifdef HAS_INT8
   if constexpr (std::is_same<T, bfloat16>::value)
-    if (p.scales) return of_whole<THEN>(team, rows, whole, p.int8(), residual, y, layout);
+    if (p.scales) return of_quantized<EPILOGUE>(team, rows, quantized, p.int8(), residual, y, layout);
 #endif
   const T *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
   if (few)
-    of_few<THEN>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
+    of_few<EPILOGUE>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
   else
-    of_tiles<THEN>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
+    of_tiles<EPILOGUE>(team, rows, p.outputs, p.inputs, x, weight, bias, residual, y, layout);
 }
 
-// A row's RMS norm; as the layer norm below.
+// RMS norm of one row; parameters as in `normalise_row`.
 template <typename T>
 [[gnu::noinline]] void scale_row(int64_t width, const Norm& norm, float epsilon, const T* x, T* y, int64_t apart) {
   const T* weight = static_cast<const T*>(norm.weight);
@@ -83,8 +83,8 @@ template <typename T>
     }
 }
 
-// A row's norm over `width` numbers, in float32, rounded once. y: `apart` numbers from one 32 of them to the next.
-// Not inlined: sums may be reordered, and are to be in one order everywhere.
+// Layer or RMS norm of one row of `width` elements, computed in float32 and rounded once. y: `apart` elements from one
+// block of 32 to the next. Not inlined: the compiler may reorder sums, and the order must be the same everywhere.
 template <typename T>
 [[gnu::noinline]] void normalise_row(int64_t width, const Norm& norm, float epsilon, const T* x, T* y, int64_t apart) {
   if (norm.is_rms) return scale_row(width, norm, epsilon, x, y, apart);
@@ -105,7 +105,7 @@ template <typename T>
   }
 }
 
-// A row of x as a product takes it, through a norm if there is one. y: as in `normalise_row`.
+// Copies a row of x to where a product reads it, through a norm if there is one. y: as in `normalise_row`.
 template <typename T>
 void prepare_row(int64_t width, const Norm* norm, float epsilon, const T* x, T* y, int64_t apart) {
   if (norm) return normalise_row(width, *norm, epsilon, x, y, apart);
@@ -114,7 +114,7 @@ void prepare_row(int64_t width, const Norm* norm, float epsilon, const T* x, T* 
 
 }  // namespace cpu
 
-// extern "C" functions NAME_float32 and, where products of bfloat16 are had, NAME_bfloat16.
+// Exports NAME_float32 and, where there are products of bfloat16, NAME_bfloat16.
 #ifdef HAS_BFLOAT16
 #define FOR_EACH_TYPE(EXPORT) EXPORT(float32, float) EXPORT(bfloat16, cpu::bfloat16)
 #else

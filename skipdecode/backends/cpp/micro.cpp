@@ -1,4 +1,4 @@
-// The products behind the seam of micro.h, compiled once.
+// The matrix products that micro.h declares, compiled once per back end.
 
 #include "micro.h"
 
@@ -9,16 +9,13 @@ void multiply_tiles(const float* x, int64_t block, int count, const float* w, in
   multiply_any<float, 32>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
 }
 
-void multiply_tiles(const float* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
-                    const char* next, int64_t lines) {
-  multiply_any<Paired, 16>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
-}
-
-#if defined(HAS_BFLOAT16) && !defined(HAS_PAIRED)
-void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums, bool fresh,
-                    const char* next, int64_t lines) {
-#ifdef BACKEND_AMX
+#ifdef HAS_BFLOAT16
+void multiply_tiles(const Row<bfloat16>* x, int64_t block, int count, const bfloat16* w, int64_t steps, float* sums,
+                    bool fresh, const char* next, int64_t lines) {
+#if defined(BACKEND_AMX)
   multiply_matrix(x, w, steps, sums, fresh, next, lines);
+#elif defined(HAS_PAIRED)
+  multiply_any<Paired, 16>(x, 4 * block, count, w, steps, sums, fresh, next, lines);
 #else
   multiply_any<bfloat16, 16>(x, 2 * block, count, w, steps, sums, fresh, next, lines);
 #endif
@@ -26,8 +23,8 @@ void multiply_tiles(const bfloat16* x, int64_t block, int count, const bfloat16*
 #endif
 
 #ifdef HAS_INT8
-void multiply_whole(const uint8_t* x, int64_t apart, int count, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
-                    int64_t lines) {
+void multiply_quantized(const uint8_t* x, int64_t apart, int count, const int8_t* w, int64_t steps, int32_t* sums,
+                        bool fresh, const char* next, int64_t lines) {
 #ifdef BACKEND_AMX
   multiply_bytes(x, w, steps, sums, fresh, next, lines);
 #else

@@ -1,6 +1,6 @@
-// Micro-kernels of AMX: bfloat16 and bytes on matrix tiles; float32 goes by AVX-512.
+// Micro-kernels of AMX: bfloat16 and bytes on matrix tiles; float32 uses AVX-512.
 //
-// Tiles are of 16 rows, so 16 or 32 rows are multiplied, and that many are read.
+// Tiles have 16 rows, so 16 or 32 rows are always read and multiplied.
 
 #pragma once
 
@@ -16,10 +16,11 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// Eight tiles of 16 lines of 64 bytes. Not a local variable: compilers think that loading it reads its first word alone.
+// Eight tiles of 16 lines of 64 bytes. Not a local variable: compilers assume that loading it reads only its first word.
 const TileConfig TILES = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
-// 32 rows (or 16), `stride` apart, times the weights of 32 outputs: sums [32][32]. FIRST: the weights are not in a cache yet.
+// Multiplies 32 rows (or 16), `stride` apart, by the weights of 32 outputs: sums [32][32]. FIRST: the weights are not in
+// a cache yet.
 template <bool BOTH, bool FIRST>
 inline void multiply_lines(const bfloat16* x, int64_t stride, const bfloat16* w, int64_t steps, float* sums) {
   _tile_zero(0);
@@ -32,7 +33,7 @@ inline void multiply_lines(const bfloat16* x, int64_t stride, const bfloat16* w,
     _tile_loadd(4, x, stride * 2);
     if (BOTH) _tile_loadd(5, x + 16 * stride, stride * 2);
     if (FIRST) {
-      const char* at = reinterpret_cast<const char*>(w) + AHEAD;  // behind the last weight too: a prefetch cannot fail
+      const char* at = reinterpret_cast<const char*>(w) + AHEAD;  // beyond the last weight, too: a prefetch cannot fault
       for (int i = 0; i < 32; ++i) _mm_prefetch(at + 64 * i, _MM_HINT_T1);
     }
     _tile_dpbf16ps(0, 4, 6);
@@ -50,7 +51,7 @@ inline void multiply_lines(const bfloat16* x, int64_t stride, const bfloat16* w,
   }
 }
 
-// Tiles 0 to 3 from and to two rows of two tiles side by side: [2][16][2][16] numbers of 32 bits.
+// Loads and stores tiles 0 to 3 as two rows of two adjacent tiles: [2][16][2][16] elements of 32 bits.
 template <typename T>
 inline void load_sums(const T* sums, bool fresh) {
   if (fresh) {
@@ -74,8 +75,8 @@ inline void store_sums(T* sums) {
   _tile_stored(3, sums + 528, 128);
 }
 
-// The same for 32 rows in tiles, added to `sums` where they are not `fresh`, while `lines` of 64 bytes at `next` are on
-// their way.
+// Multiplies 32 rows in tiles, and adds to `sums` or overwrites them if `fresh`; prefetches `lines` lines of 64 bytes
+// from `next` on.
 inline void multiply_matrix(const bfloat16* x, const bfloat16* w, int64_t steps, float* sums, bool fresh,
                             const char* next, int64_t lines) {
   load_sums(sums, fresh);
@@ -93,8 +94,8 @@ inline void multiply_matrix(const bfloat16* x, const bfloat16* w, int64_t steps,
   store_sums(sums);
 }
 
-// 16 rows of bytes, [high, low][16][64] for each step, times the weights of 32 outputs, added to `sums` [high, low][16][32]
-// where they are not `fresh`, while `lines` of 64 bytes from `next` on are on their way.
+// Multiplies 16 quantised rows, [high, low][16][64] for each step, by the weights of 32 outputs, and adds to `sums`
+// [high, low][16][32] or overwrites them if `fresh`; prefetches `lines` lines of 64 bytes from `next` on.
 inline void multiply_bytes(const uint8_t* x, const int8_t* w, int64_t steps, int32_t* sums, bool fresh, const char* next,
                            int64_t lines) {
   load_sums(sums, fresh);

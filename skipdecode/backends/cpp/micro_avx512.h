@@ -1,10 +1,11 @@
-// Micro-kernels of AVX-512: float32 by FMA, bfloat16 by `vdpbf16ps`, bytes by VNNI. One loop for all three, since each takes
-// four bytes of x (one float32, two bfloat16, four bytes), the same for 16 outputs, by a line of 64 bytes of weights.
-// Intel's cores since Sapphire Rapids multiply a pair of bfloat16 in the time of four float32. There a line of pairs is
-// widened to two of float32, once for all rows in registers, whose numbers were widened before (`Paired`).
+// Micro-kernels of AVX-512: float32 by FMA, bfloat16 by `vdpbf16ps`, bytes by VNNI. All three share one loop, since each
+// multiplies four bytes of x (one float32, two bfloat16 or four bytes), broadcast to 16 outputs, by a line of 64 bytes of
+// weights. Intel's cores since Sapphire Rapids take as long for a pair of bfloat16 as for four float32. There a line of
+// pairs is widened to two lines of float32, once for all rows in registers, and the rows have been widened before
+// (`Paired`).
 //
-// Up to AT_ONCE rows and 32 outputs stay in registers; weights are loaded once for all these rows. A number of x is
-// broadcast as it is loaded. Rows that are not there cost nothing. Where there is `Paired`, more rows go by 16 outputs
+// Up to AT_ONCE rows and 32 outputs stay in registers; weights are loaded once for all these rows. An element of x is
+// broadcast as it is loaded. Missing rows cost nothing. With `Paired`, more rows are processed by 16 outputs at a time
 // (`multiply_tile`).
 
 #pragma once
@@ -17,18 +18,18 @@
 
 namespace cpu {
 
-constexpr int AT_ONCE = 12;  // rows: 24 sums, two lines of weights, one number of x: 27 of 32 registers (Paired: 33, one spilled)
+constexpr int AT_ONCE = 12;  // rows: 24 sums, 2 lines of weights and an element of x take 27 of 32 registers (Paired: 33)
 
-// Up to so many rows of this loop (an int8 row is two) a core waits for weights alone, and has them fetched into its L1
-// cache: of more rows these would push each other out (measured 2026-11-29). Not on Intel's cores, for the
-// reason that `fetch` gives.
+// Up to this many rows of the loop (an int8 row counts twice) a core waits for weights alone, and prefetches them into
+// its L1 cache; with more rows they would evict each other (measured 2026-11-29). Not on Intel's cores, for the reason
+// given at `fetch`.
 #ifdef IS_AMD
 constexpr int WAITING = 4;
 #else
 constexpr int WAITING = 0;
 #endif
 
-constexpr int TILE_ROWS = 28;  // of 16 outputs: 28 sums, a line of weights (Paired: two of it, and a mask), x in memory
+constexpr int TILE_ROWS = 28;  // of 16 outputs: 28 sums, a line of weights (Paired: its two halves and a mask), x in memory
 
 template <typename T>
 struct Dot;
@@ -36,12 +37,12 @@ struct Dot;
 template <>
 struct Dot<float> {
   using Sum = __m512;
-  static constexpr int PARTS = 1;  // products of a line, with a number of x each
+  static constexpr int PARTS = 1;  // products per line, each with an element of x
   static __m512i part(__m512i line, int) { return line; }
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum load(const float* from) { return _mm512_load_ps(from); }
   static void store(float* to, Sum sum) { _mm512_store_ps(to, sum); }
-  static __m512i broadcast(const char* x) {  // as a float: only so it becomes an operand of the product
+  static __m512i broadcast(const char* x) {  // as a float: only then it becomes a memory operand of the product
     float number;
     std::memcpy(&number, x, 4);
     return _mm512_castps_si512(_mm512_set1_ps(number));
@@ -71,7 +72,7 @@ struct Dot<Paired> : Dot<float> {
 
 #ifdef __AVX512VNNI__
 template <>
-struct Dot<uint8_t> {  // x without a sign, weights with one
+struct Dot<uint8_t> {  // unsigned x, signed weights
   using Sum = __m512i;
   static constexpr int PARTS = 1;
   static __m512i part(__m512i line, int) { return line; }
@@ -87,17 +88,17 @@ struct Dot<uint8_t> {  // x without a sign, weights with one
 };
 #endif
 
-// ROWS rows times the weights of 32 outputs, `steps` times LINES lines of two tiles each, added to `sums` [ROWS][32] where
-// they are not `fresh`. x: `apart` bytes from one step to the next, 4 LINES from row to row (Paired: 8 LINES). With every
-// step `lines` lines from `next` on, 2 LINES at most, are fetched into the L2 cache, or into the L1 cache (WAITING): one by
-// one, lest a burst of them hold up what the L1 cache waits for.
+// Multiplies ROWS rows by the weights of 32 outputs, `steps` times LINES lines of two tiles each, and adds to `sums`
+// [ROWS][32] or overwrites them if `fresh`. x: `apart` bytes from one step to the next, 4 * LINES from row to row
+// (Paired: 8 * LINES). Each step prefetches `lines` lines from `next` on, at most 2 * LINES, into the L2 cache, or the L1
+// cache (WAITING): one by one, since a burst would hold up loads that miss the L1 cache.
 template <typename T, int LINES, int ROWS, typename Number>
 inline void multiply_rows(const char* x, int64_t apart, const char* w, int64_t steps, Number* sums, bool fresh,
                           const char* next, int64_t lines) {
   using D = Dot<T>;
   constexpr int PARTS = D::PARTS;
   constexpr auto HINT = ROWS <= WAITING ? _MM_HINT_T0 : _MM_HINT_T1;
-  const int64_t forward = 32 * lines / LINES;  // bytes, with each line of weights
+  const int64_t forward = 32 * lines / LINES;  // bytes to prefetch with each line of weights
   typename D::Sum a[ROWS][2];
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; ++r) {
@@ -129,15 +130,15 @@ inline void multiply_rows(const char* x, int64_t apart, const char* w, int64_t s
   }
 }
 
-// The same, one tile of 16 outputs behind the other, for up to TILE_ROWS rows. Each product takes its number of x from
-// memory, so that a core issues little beside products, and a line of pairs is widened for more of them. Bits are those of
-// `multiply_rows`.
+// Like `multiply_rows`, but one tile of 16 outputs after the other, for up to TILE_ROWS rows. Each product reads its
+// element of x from memory, so that a core issues little besides products, and a line of pairs is widened for more of
+// them. Bitwise equal to `multiply_rows`.
 template <typename T, int LINES, int ROWS, typename Number>
 inline void multiply_tile(const char* x, int64_t apart, const char* w, int64_t steps, Number* sums, bool fresh,
                           const char* next, int64_t lines) {
   using D = Dot<T>;
   constexpr int PARTS = D::PARTS;
-  const int64_t forward = 32 * lines / LINES;  // bytes, with each line of weights
+  const int64_t forward = 32 * lines / LINES;  // bytes to prefetch with each line of weights
   for (int tile = 0; tile < 2; ++tile, w += 64 * LINES, sums += 16) {
     typename D::Sum a[ROWS];
 #pragma GCC unroll 28
@@ -165,7 +166,8 @@ inline void multiply_tile(const char* x, int64_t apart, const char* w, int64_t s
 template <typename Number>
 using Run = void (*)(const char*, int64_t, const char*, int64_t, Number*, bool, const char*, int64_t);
 
-// `count` rows by parts of `most` at most that are as even as can be; `lines` are of all. runs[0]: of `least` rows.
+// Splits `count` rows into parts of at most `most` rows, as evenly as possible; `lines` is the total. runs[0] is for
+// `least` rows.
 template <typename T, int LINES, typename Number>
 inline void in_parts(const Run<Number>* runs, int least, int most, const void* x, int64_t apart, int count,
                      const void* w, int64_t steps, Number* sums, bool fresh, const char* next, int64_t lines) {
@@ -188,13 +190,13 @@ constexpr std::array<Run<Number>, sizeof...(I)> more_runs(std::integer_sequence<
   return {multiply_tile<T, LINES, AT_ONCE + 1 + I, Number>...};
 }
 
-// The same for any `count` of rows.
+// Multiplies any number of rows.
 template <typename T, int LINES, typename Number>
 inline void multiply_any(const void* x, int64_t apart, int count, const void* w, int64_t steps, Number* sums, bool fresh,
                          const char* next, int64_t lines) {
   static constexpr auto FEW = few_runs<T, LINES, Number>(std::make_integer_sequence<int, AT_ONCE>());
 #ifdef HAS_PAIRED
-  if constexpr (std::is_same<Number, float>::value) {  // a product of bytes takes x from a register alone
+  if constexpr (std::is_same<Number, float>::value) {  // byte products take x only from a register
     static constexpr auto MORE = more_runs<T, LINES, Number>(std::make_integer_sequence<int, TILE_ROWS - AT_ONCE>());
     if (count > AT_ONCE)
       return in_parts<T, LINES>(MORE.data(), AT_ONCE + 1, TILE_ROWS, x, apart, count, w, steps, sums, fresh, next, lines);

@@ -1,4 +1,4 @@
-// The types of numbers that kernels take, and vectors of 16 float32 as one AVX-512 register or two of AVX2.
+// The element types of the kernels, and vectors of 16 float32 as one AVX-512 register or two of AVX2.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <initializer_list>
 
 #if defined(__AVX512F__) && defined(__AVX512BF16__)
-#define HAS_BFLOAT16  // products of bfloat16; attention takes it everywhere
+#define HAS_BFLOAT16  // matrix products of bfloat16; attention supports it everywhere
 #endif
 
 namespace cpu {
@@ -48,7 +48,7 @@ inline Floats operator-(Floats x, Floats y) { return {_mm512_sub_ps(x.v, y.v)}; 
 inline Floats operator*(Floats x, Floats y) { return {_mm512_mul_ps(x.v, y.v)}; }
 inline Floats operator/(Floats x, Floats y) { return {_mm512_div_ps(x.v, y.v)}; }
 inline Floats fma(Floats x, Floats y, Floats z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
-inline Floats max(Floats x, Floats y) { return {_mm512_max_ps(x.v, y.v)}; }  // y where one is NaN
+inline Floats max(Floats x, Floats y) { return {_mm512_max_ps(x.v, y.v)}; }  // y if one is NaN
 inline Floats min(Floats x, Floats y) { return {_mm512_min_ps(x.v, y.v)}; }
 inline Floats nearest(Floats x) { return {_mm512_roundscale_ps(x.v, 0)}; }
 inline Floats times_power(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }  // x 2^n
@@ -56,7 +56,7 @@ inline Floats first_of(int64_t count, Floats x, Floats y) { return {_mm512_mask_
 inline float largest(Floats x) { return _mm512_reduce_max_ps(x.v); }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x.v); }
 
-// The first `count` of 16 numbers, zeros behind them; nothing is read or written there.
+// The first `count` of 16 elements, zeros after them; nothing beyond them is read or written.
 inline Floats load_first(const float* from, int64_t count) { return {_mm512_maskz_loadu_ps(first(count), from)}; }
 inline void store_first(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, first(count), x.v); }
 
@@ -78,7 +78,7 @@ inline void store_first(bfloat16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first(count), narrow(x));
 }
 
-// Lanes < `count` of x that are larger than `values` go there, and `number` to `numbers`.
+// Lanes < `count` of x that are larger than `values` replace them, and set `numbers` to `number`.
 inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, int32_t* numbers) {
   const __mmask16 larger = _mm512_mask_cmp_ps_mask(first(count), x.v, _mm512_loadu_ps(values), _CMP_GT_OQ);
   _mm512_mask_storeu_ps(values, larger, x.v);
@@ -156,7 +156,7 @@ inline Floats load_first(const bfloat16* from, int64_t count) {
   return {widen(_mm_loadu_si128(at)), widen(_mm_loadu_si128(at + 1))};
 }
 inline void store_first(bfloat16* to, Floats x, int64_t count) {
-  uint16_t made[16];  // packing goes by halves of a register
+  uint16_t made[16];  // packing works by halves of a register
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow8(x.a), narrow8(x.b)), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(made), words);
   std::memcpy(to, made, count >= 16 ? sizeof(made) : count > 0 ? count * sizeof(bfloat16) : 0);
@@ -190,10 +190,10 @@ inline Floats exp_of_small(Floats x) {
   return times_power(fma(p, r * r, r) + all(1.0f), n);
 }
 
-// For x <= 0.
+// e^x for x <= 0.
 inline Floats exp_of_negatives(Floats x) { return exp_of_small(max(x, all(-87.0f))); }
 
-// x / (1 + e^-x), of any x: beyond 87 the exponential is nothing beside 1, or all there is. NaN stays NaN.
+// x / (1 + e^-x) for any x: beyond 87 the exponential is negligible beside 1, or dominates it. NaN stays NaN.
 inline Floats silu(Floats x) {
   return x / (all(1.0f) + exp_of_small(max(min(all(0.0f) - x, all(87.0f)), all(-87.0f))));
 }

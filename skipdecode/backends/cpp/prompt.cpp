@@ -1,10 +1,10 @@
-// One decoder layer for whole prompts, in one parallel region. A thread takes some of the tokens through all of the layer,
-// so that it finds what it made in its own caches; before it attends it waits for the keys of earlier tokens of its first
-// prompt, should another thread have these. Few tokens are shared by all threads instead (`Team`), each of which reads some
-// of the weights. Keys and values alone, of one layer or several, go the same way (`store_tiles`).
+// One decoder layer for whole prompts, in one parallel region. A thread takes a chunk of tokens through all of the layer,
+// so that it finds its intermediate results in its own caches; before it attends, it waits for other threads to store the
+// keys of earlier tokens of its first prompt. If there are few tokens, all threads share them instead (`Team`), and each
+// reads some of the weights. `store_*` computes keys and values alone, of one layer or several, in the same way.
 //
-// Prompts lie one behind the other without padding. Of finite numbers a token's bits depend on its prompt up to it and on
-// nothing else; what becomes of NaN and infinities is not defined.
+// Prompts are packed one after the other without padding. For finite inputs a token's bits depend only on its prompt up
+// to that token; results with NaN and infinities are undefined.
 
 #include "layer.h"
 
@@ -19,20 +19,21 @@ namespace {
 
 using namespace cpu;
 
-constexpr int64_t QUERIES = 128;     // of a prompt and head, for which keys and values are made ready at a time
+constexpr int64_t QUERIES = 128;     // queries of a prompt and head that share one packing of keys and values
 constexpr int64_t TEAM_ROWS = 2048;  // tokens that threads share at a time
-constexpr int64_t ENOUGH = 4;        // parts of work per thread
+constexpr int64_t ENOUGH = 4;        // units of work per thread that are enough to balance the load
 
 struct Prompts {
   int64_t count;
-  const int64_t* starts;   // [count + 1], of their tokens
-  const int64_t* columns;  // [count], where the first token of each lies in the cache
-  const int64_t* before;   // [count], tokens of each before those given, whose keys and values are there; null: none
+  const int64_t* starts;   // [count + 1]: of the prompts' tokens
+  const int64_t* columns;  // [count]: the cache column of each prompt's first token
+  const int64_t* before;   // [count]: earlier tokens of each prompt that are cached already; null: none
 
   int64_t begin(int64_t prompt) const { return starts[prompt] - (before ? before[prompt] : 0); }
 };
 
-// Where the keys or values of a prompt lie: of its first `count` tokens, and of the others, both as from its first one on.
+// The keys or values of a prompt: its first `count` tokens are in `shared`, the others in `own`; both are indexed by the
+// token's position in the prompt.
 template <typename T>
 struct Lines {
   const T* shared;
@@ -46,7 +47,7 @@ template <typename T>
 struct Memory {
   T *k, *v;  // [prompts, groups, capacity, dim]
   int64_t capacity;
-  const Shared* shared;  // what of the prompts is not in k and v, but read by several of them; null: nothing
+  const Shared* shared;  // prefixes that are not in k and v, since several prompts read them; null: none
 
   int64_t at(const Prompts& prompts, int64_t prompt, const Heads& heads, int64_t group) const {  // its first token
     return ((prompt * heads.groups + group) * capacity + prompts.columns[prompt]) * heads.dim;
@@ -59,10 +60,10 @@ struct Memory {
   }
 };
 
-// A prompt's part in the tokens from..to - 1 of all.
+// The tokens of one prompt within the tokens from..to - 1 of all.
 struct Part {
-  int64_t prompt, from, to;  // its tokens
-  int64_t row;               // of the first of them among the tokens in question
+  int64_t prompt, from, to;  // token positions in the prompt
+  int64_t row;               // index of the first one, counted from the start of the range
 };
 
 std::vector<Part> parts_of(const Prompts& p, int64_t from, int64_t to, int64_t most) {
@@ -82,7 +83,7 @@ std::vector<Part> parts_of(const Prompts& p, int64_t from, int64_t to, int64_t m
 inline __mmask32 some(int64_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 inline __m512i load_some(const bfloat16* from, int64_t count) { return _mm512_maskz_loadu_epi16(some(count), from); }
 
-// 16 lines of 16 words, transposed.
+// Transposes 16 lines of 16 words.
 inline void transpose(__m512i* x) {
   __m512i y[16];
   for (int i = 0; i < 16; i += 2) {
@@ -95,7 +96,7 @@ inline void transpose(__m512i* x) {
       x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
     }
   for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 2; ++j) {  // lines i and i + 4, i + 8 and i + 12: 0 and 2 of their quarters, then 1 and 3
+    for (int j = 0; j < 2; ++j) {  // lines i and i + 4, i + 8 and i + 12: quarters 0 and 2, then 1 and 3
       y[4 * i + 2 * j] = _mm512_shuffle_i32x4(x[8 * j + i], x[8 * j + i + 4], 0x88);
       y[4 * i + 2 * j + 1] = _mm512_shuffle_i32x4(x[8 * j + i], x[8 * j + i + 4], 0xdd);
     }
@@ -135,11 +136,11 @@ void pack_keys(int64_t count, int64_t dim, const Lines<float>& keys, float* to) 
       }
 }
 
-// Values as one whose outputs are dimensions and whose inputs are keys: [dim / 32][keys / 32][2][tile]. Nothing is behind
-// the last key: zero times rubbish may be NaN.
+// Values as a packed weight whose outputs are dimensions and whose inputs are keys: [dim / 32][keys / 32][2][tile]. Zeros
+// after the last key, since zero times uninitialised memory may be NaN.
 #ifdef HAS_BFLOAT16
 void pack_values(int64_t count, int64_t dim, const Lines<bfloat16>& values, bfloat16* to) {
-  alignas(64) uint16_t first[32], second[32];  // of two lines, in turns
+  alignas(64) uint16_t first[32], second[32];  // indices that interleave two lines
   for (int i = 0; i < 16; ++i) {
     first[2 * i] = uint16_t(i), first[2 * i + 1] = uint16_t(32 + i);
     second[2 * i] = uint16_t(16 + i), second[2 * i + 1] = uint16_t(48 + i);
@@ -165,9 +166,9 @@ void pack_values(int64_t count, int64_t dim, const Lines<float>& values, float* 
           store16(to, key < count ? load_first(values.at(key, dim) + half, dim - half) : all(0.0f));
 }
 
-// Scores [blocks][32][32] of `count` queries, the first of which sees `seen` keys, each one more than the one before, to
-// weights in the same order: e^(score - largest), zero behind the last key. `shares`: one over their sum. Block by block,
-// as they lie in memory: a query's own are whole pages apart.
+// Scores [blocks][32][32] of `count` queries, the first of which sees `seen` keys and each one more than the one before,
+// to weights in the same order: e^(score - largest), zero after the last key. `shares`: one over their sum. Goes block by
+// block, in memory order, since a query's own scores are whole pages apart.
 template <typename T>
 void to_weights(int64_t count, int64_t seen, int64_t blocks, float scale, const float* scores, T* weights, float* shares) {
   alignas(64) float tops[32][16], sums[32][16];
@@ -192,44 +193,45 @@ void to_weights(int64_t count, int64_t seen, int64_t blocks, float scale, const 
   for (int64_t r = 0; r < count; ++r) shares[r] = 1.0f / sum(load16(sums[r]));
 }
 
-// Queries of `count` tokens of a prompt and one head, the first of them token `position`, `stride` numbers apart, as
-// `multiply_tiles` reads them.
+// Copies the queries of `count` tokens of a prompt and one head, the first at `position`, `stride` elements apart, to the
+// layout that `multiply_tiles` reads.
 template <typename T>
-void lay_queries(const Heads& heads, int64_t count, int64_t position, const T* q, int64_t stride, Row<T, T>* to, T* turned) {
+void lay_queries(const Heads& heads, int64_t count, int64_t position, const T* q, int64_t stride, Row<T>* to,
+                 T* transformed) {
   const int64_t steps = (heads.dim + 31) / 32;
-  std::memset(static_cast<void*>(to), 0, BLOCK * steps * sizeof(Row<T, T>));
+  std::memset(static_cast<void*>(to), 0, BLOCK * steps * sizeof(Row<T>));
   for (int64_t r = 0; r < count; ++r) {
     const T* from = q + r * stride;
-    if (heads.turns_queries()) {
-      turn(heads, heads.q_norm, position + r, from, turned);
-      from = turned;
+    if (heads.transforms_queries()) {
+      norm_and_rotate(heads, heads.q_norm, position + r, from, transformed);
+      from = transformed;
     }
     for (int64_t i = 0; i < heads.dim; i += 16)
       store_first(to + (i / 32 * 32 + r) * 32 + i % 32, load_first(from + i, heads.dim - i), heads.dim - i);
   }
 }
 
-// Tokens from..to - 1 of a prompt, whose q lie `stride` numbers apart, attend to its tokens up to each, with `each` heads
-// that share keys and values; out as q.
+// Causal attention of tokens from..to - 1 of a prompt for `each` heads that share keys and values. q and out: tokens are
+// `stride` and `out_stride` elements apart.
 template <typename T>
 void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, const T* q, int64_t stride,
                  const Lines<T>& k, const Lines<T>& v, T* out, int64_t out_stride) {
   const int64_t dim = heads.dim, steps = (dim + 31) / 32, blocks = (to + 31) / 32;
   const float scale = 1.0f / std::sqrt(float(dim));
-  thread_local Buffer<T> tiles_kept;
-  thread_local Buffer<Row<T, T>> rows_kept;
-  thread_local Buffer<float> scores_kept;
-  T* keys = tiles_kept.room(BLOCK * 2 * steps * blocks + steps * 32);
-  T *values = keys + BLOCK * steps * blocks, *turned = values + BLOCK * steps * blocks;
-  Row<T, T>*weights = rows_kept.room(BLOCK * (blocks + steps)), *queries = weights + BLOCK * blocks;
-  float *scores = scores_kept.room(1024 * (blocks + 1)), *sums = scores + 1024 * blocks;
+  thread_local Buffer<T> tiles_buffer;
+  thread_local Buffer<Row<T>> rows_buffer;
+  thread_local Buffer<float> scores_buffer;
+  T* keys = tiles_buffer.reserve(BLOCK * 2 * steps * blocks + steps * 32);
+  T *values = keys + BLOCK * steps * blocks, *transformed = values + BLOCK * steps * blocks;
+  Row<T>*weights = rows_buffer.reserve(BLOCK * (blocks + steps)), *queries = weights + BLOCK * blocks;
+  float *scores = scores_buffer.reserve(1024 * (blocks + 1)), *sums = scores + 1024 * blocks;
   pack_keys(to, dim, k, keys);
   pack_values(to, dim, v, values);
   for (int64_t unit = 0, groups = (to - from + 31) / 32; unit < each * groups; ++unit) {
     const int64_t head = unit / groups, first = from + unit % groups * 32;
     const int count = int(std::min<int64_t>(32, to - first));
     const int64_t seen = (first + count + 31) / 32;
-    lay_queries(heads, count, first, q + (first - from) * stride + head * dim, stride, queries, turned);
+    lay_queries(heads, count, first, q + (first - from) * stride + head * dim, stride, queries, transformed);
     for (int64_t block = 0; block < seen; ++block)
       multiply_tiles(queries, BLOCK, count, keys + block * steps * BLOCK, steps, scores + 1024 * block, true, nullptr, 0);
     float shares[32];
@@ -245,36 +247,37 @@ void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, con
   }
 }
 
-// Memory for the tokens that are taken through a layer at once.
+// Scratch memory for the tokens that go through a layer together.
 template <typename T>
-struct Room {
+struct Scratch {
   T *narrow, *wide;
-  WholeRows whole;
+  QuantizedRows quantized;
 };
 
-// `made`: the most numbers per token that any product makes, and what else lies beside them.
+// `made`: the largest number of elements per token that any product writes, including the attention output stored beside
+// it.
 template <typename T>
-Room<T> room_for(int64_t rows, int64_t width, int64_t made, bool is_int8) {
-  thread_local Buffer<T> kept;
-  thread_local Buffer<uint8_t> tiles_kept;
-  thread_local Buffer<float> scales_kept;
-  T* narrow = kept.room(rows * (width + made));
+Scratch<T> scratch_for(int64_t rows, int64_t width, int64_t made, bool is_int8) {
+  thread_local Buffer<T> buffer;
+  thread_local Buffer<uint8_t> tiles_buffer;
+  thread_local Buffer<float> scales_buffer;
+  T* narrow = buffer.reserve(rows * (width + made));
   return {narrow, narrow + rows * width,
-          {is_int8 ? tiles_kept.room(rows * ((std::max(width, made) + 63) / 64) * 128) : nullptr, scales_kept.room(rows),
-           apart_of(rows)}};
+          {is_int8 ? tiles_buffer.reserve(rows * ((std::max(width, made) + 63) / 64) * 128) : nullptr,
+           scales_buffer.reserve(rows), apart_of(rows)}};
 }
 
-// How a product reads its rows.
+// The layout in which a product reads its rows.
 Layout layout_for(const Product& p, int64_t rows) { return p.scales ? in_lines(p.inputs) : in_tiles(p.inputs, rows); }
 
-template <Then THEN, typename T>
-void multiply(Team team, int64_t rows, const Product& p, const T* x, WholeRows whole, const T* residual, T* y,
+template <Epilogue EPILOGUE, typename T>
+void multiply(Team team, int64_t rows, const Product& p, const T* x, QuantizedRows quantized, const T* residual, T* y,
               Layout layout) {
   if (p.scales) {
-    team.share(rows, [&](int64_t row) { to_int8(row, p, x + row * p.inputs, whole); });
+    team.share(rows, [&](int64_t row) { quantize_for(row, p, x + row * p.inputs, quantized); });
     team.wait();
   }
-  of_product<THEN>(team, false, rows, p, x, whole, residual, y, layout);
+  of_product<EPILOGUE>(team, false, rows, p, x, quantized, residual, y, layout);
   team.wait();
 }
 
@@ -288,14 +291,14 @@ void normalise(Team team, int64_t rows, const Norm* norm, float epsilon, const T
   team.wait();
 }
 
-// The norm behind a residual, in place.
+// The norm after a residual, in place.
 template <typename T>
-void settle(Team team, int64_t rows, int64_t width, const Norm& norm, float epsilon, T* h) {
+void post_norm(Team team, int64_t rows, int64_t width, const Norm& norm, float epsilon, T* h) {
   team.share(rows, [&](int64_t row) { normalise_row(width, norm, epsilon, h + row * width, h + row * width, 32); });
   team.wait();
 }
 
-// What `p` made of tokens in `parts` of prompts, the last numbers of each, into the cache as keys and values.
+// Stores keys and values, the last elements of what `p` computed for tokens in `parts` of prompts, in the cache.
 template <typename T>
 void store_made(Team team, const Product& p, const Heads& heads, const std::vector<Part>& parts, const Prompts& prompts,
                 const Memory<T>& memory, const T* made) {
@@ -311,20 +314,20 @@ void store_made(Team team, const Product& p, const Heads& heads, const std::vect
   team.wait();
 }
 
-// Tokens in `parts` of prompts, `rows` in all, through attention. `stored` is called when their keys and values are in the
-// cache, and comes back when those of earlier tokens of their prompts are, too.
+// Attention for `rows` tokens in `parts` of prompts. `stored` is called once their keys and values are cached, and
+// returns when those of earlier tokens of their prompts are, too.
 template <typename T, typename Stored>
 void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, const Prompts& prompts,
-                 const Memory<T>& memory, int64_t rows, T* h, Room<T> room, Stored stored) {
+                 const Memory<T>& memory, int64_t rows, T* h, Scratch<T> scratch, Stored stored) {
   const Heads& heads = block.heads;
   const int64_t width = heads.width(), made = block.qkv.outputs, dim = heads.dim;
-  const T* q = room.wide;
-  T* out = room.wide + (rows + 31) / 32 * 32 * made;
-  normalise(team, rows, block.is_pre_norm ? &block.attn_norm : nullptr, block.epsilon(), h, block.qkv, room.narrow);
-  multiply<NOTHING, T>(team, rows, block.qkv, room.narrow, room.whole, nullptr, room.wide, in_lines(made));
-  store_made(team, block.qkv, heads, parts, prompts, memory, room.wide);
+  const T* q = scratch.wide;
+  T* out = scratch.wide + (rows + 31) / 32 * 32 * made;
+  normalise(team, rows, block.is_pre_norm ? &block.attn_norm : nullptr, block.epsilon(), h, block.qkv, scratch.narrow);
+  multiply<NOTHING, T>(team, rows, block.qkv, scratch.narrow, scratch.quantized, nullptr, scratch.wide, in_lines(made));
+  store_made(team, block.qkv, heads, parts, prompts, memory, scratch.wide);
   stored();
-  // heads that share keys make these ready once, where that leaves work for all threads
+  // heads that share keys pack them once, if that leaves enough work for all threads
   const int64_t all_groups = int64_t(parts.size()) * heads.groups;
   const int64_t each = team.is_alone || all_groups >= ENOUGH * omp_get_num_threads() ? heads.each() : 1;
   const int64_t units = heads.count / each;
@@ -341,42 +344,42 @@ void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, 
     const Layout layout = layout_for(block.out, rows);
     team.share((rows + 31) / 32, [&](int64_t group) {
       to_tiles(std::min<int64_t>(32, rows - 32 * group), width / 32, x + 32 * group * width, width,
-               room.narrow + 32 * group * width, layout);
+               scratch.narrow + 32 * group * width, layout);
     });
     team.wait();
-    x = room.narrow;
+    x = scratch.narrow;
   }
-  multiply<ADD, T>(team, rows, block.out, x, room.whole, h, h, in_lines(block.width()));
-  if (!block.is_pre_norm) settle(team, rows, block.width(), block.attn_norm, block.epsilon(), h);
+  multiply<ADD, T>(team, rows, block.out, x, scratch.quantized, h, h, in_lines(block.width()));
+  if (!block.is_pre_norm) post_norm(team, rows, block.width(), block.attn_norm, block.epsilon(), h);
 }
 
 template <typename T>
-void feed_rows(Team team, const Block& block, int64_t rows, T* h, Room<T> room) {
+void feed_rows(Team team, const Block& block, int64_t rows, T* h, Scratch<T> scratch) {
   const int64_t width = block.width();
-  normalise(team, rows, block.is_pre_norm ? &block.ffn_norm : nullptr, block.epsilon(), h, block.fc1, room.narrow);
+  normalise(team, rows, block.is_pre_norm ? &block.ffn_norm : nullptr, block.epsilon(), h, block.fc1, scratch.narrow);
   const auto feed = block.is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
-  feed(team, rows, block.fc1, room.narrow, room.whole, nullptr, room.wide, layout_for(block.fc2, rows));
-  multiply<ADD, T>(team, rows, block.fc2, room.wide, room.whole, h, h, in_lines(width));
-  if (!block.is_pre_norm) settle(team, rows, width, block.ffn_norm, block.epsilon(), h);
+  feed(team, rows, block.fc1, scratch.narrow, scratch.quantized, nullptr, scratch.wide, layout_for(block.fc2, rows));
+  multiply<ADD, T>(team, rows, block.fc2, scratch.wide, scratch.quantized, h, h, in_lines(width));
+  if (!block.is_pre_norm) post_norm(team, rows, width, block.ffn_norm, block.epsilon(), h);
 }
 
-// Into chunks that threads take one by one, or that all of them share.
+// Chunks that threads take one by one, or that all of them share.
 Cut cut_for(int64_t rows, Team team, int num_threads) {
   return team.is_alone ? Cut(rows, ROWS, num_threads) : Cut(rows, TEAM_ROWS, 1);
 }
 
-// Calls work(chunk, from, to, room) for all chunks; none begins before all earlier ones have.
-template <typename T, typename Work, typename MakeRoom>
-void run(Team team, const Cut& cut, int num_threads, MakeRoom make_room, Work work) {
-  const Room<T> shared = team.is_alone ? Room<T>{} : make_room();
+// Calls work(chunk, from, to, scratch) for all chunks; no chunk starts before all earlier ones have started.
+template <typename T, typename Work, typename MakeScratch>
+void run(Team team, const Cut& cut, int num_threads, MakeScratch make_scratch, Work work) {
+  const Scratch<T> shared = team.is_alone ? Scratch<T>{} : make_scratch();
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(num_threads)
   {
     const Unit unit;
-    auto run_one = [&](int64_t chunk, Room<T> room) { work(chunk, cut.begin(chunk), cut.end(chunk), room); };
+    auto run_one = [&](int64_t chunk, Scratch<T> scratch) { work(chunk, cut.begin(chunk), cut.end(chunk), scratch); };
     if (team.is_alone) {
-      const Room<T> room = make_room();
-      for (int64_t chunk; (chunk = next.fetch_add(1)) < cut.chunks;) run_one(chunk, room);
+      const Scratch<T> scratch = make_scratch();
+      for (int64_t chunk; (chunk = next.fetch_add(1)) < cut.chunks;) run_one(chunk, scratch);
     } else {
       for (int64_t chunk = 0; chunk < cut.chunks; ++chunk) run_one(chunk, shared);
     }
@@ -391,20 +394,20 @@ void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, 
   const Cut cut = cut_for(rows, team, num_threads);
   std::vector<std::atomic<bool>> is_stored(cut.chunks);
   for (auto& flag : is_stored) flag = false;
-  auto make_room = [&] {
+  auto make_scratch = [&] {
     const int64_t made = std::max(block->qkv.outputs + attended, block->inner());
-    return room_for<T>(cut.largest(), std::max(width, attended), made, block->qkv.scales != nullptr);
+    return scratch_for<T>(cut.largest(), std::max(width, attended), made, block->qkv.scales != nullptr);
   };
-  run<T>(team, cut, num_threads, make_room, [&](int64_t chunk, int64_t from, int64_t to, Room<T> room) {
+  run<T>(team, cut, num_threads, make_scratch, [&](int64_t chunk, int64_t from, int64_t to, Scratch<T> scratch) {
     T* states = h + from * width;
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
     if (attends)
-      attend_rows(team, *block, parts, prompts, memory, to - from, states, room, [&] {
+      attend_rows(team, *block, parts, prompts, memory, to - from, states, scratch, [&] {
         is_stored[chunk].store(true, std::memory_order_release);
         for (int64_t earlier = cut.of(prompts.starts[parts[0].prompt]); earlier < chunk; ++earlier)
           while (!is_stored[earlier].load(std::memory_order_acquire)) std::this_thread::yield();
       });
-    if (feeds) feed_rows(team, *block, to - from, states, room);
+    if (feeds) feed_rows(team, *block, to - from, states, scratch);
   });
 }
 
@@ -414,38 +417,41 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
   const int64_t rows = prompts.starts[prompts.count], width = products[0].inputs, made = products[0].outputs;
   const Team team = {rows >= MANY * num_threads};
   const Cut cut = cut_for(rows, team, num_threads);
-  auto make_room = [&] { return room_for<T>(cut.largest(), width, made, products[0].scales != nullptr); };
-  run<T>(team, cut, num_threads, make_room, [&](int64_t, int64_t from, int64_t to, Room<T> room) {
+  auto make_scratch = [&] { return scratch_for<T>(cut.largest(), width, made, products[0].scales != nullptr); };
+  run<T>(team, cut, num_threads, make_scratch, [&](int64_t, int64_t from, int64_t to, Scratch<T> scratch) {
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
-    normalise(team, to - from, norm, float(shape.epsilon), h + from * width, products[0], room.narrow);
+    normalise(team, to - from, norm, float(shape.epsilon), h + from * width, products[0], scratch.narrow);
     for (int64_t layer = 0; layer < layers; ++layer) {
       const Memory<T> memory = {k[layer], v[layer], capacities[layer], nullptr};
       Heads heads = shape;
       heads.k_norm = k_norms[layer];
-      multiply<NOTHING, T>(team, to - from, products[layer], room.narrow, room.whole, nullptr, room.wide, in_lines(made));
-      store_made(team, products[layer], heads, parts, prompts, memory, room.wide);
+      multiply<NOTHING, T>(team, to - from, products[layer], scratch.narrow, scratch.quantized, nullptr, scratch.wide,
+                           in_lines(made));
+      store_made(team, products[layer], heads, parts, prompts, memory, scratch.wide);
     }
   });
 }
 
 }  // namespace
 
-// prompt_*: h [tokens, width], in place; starts [prompts + 1]: of which tokens each prompt consists. k, v: the cache of the
-// layer [prompts, groups, capacity, dim], filled from column columns[prompt] on. before [prompts]: of each, tokens before
-// these whose keys and values are in the cache, or `shared` of them there. Null: none.
-// store_*: keys and values alone, all outputs of each of `layers` products, from the norm (null: none) of h [tokens, width],
-// which stays; k_norms, k, v, capacities [layers]. Also for layers that share the state they are made of (SwiftKV).
-#define EXPORT(NAME, T)                                                                                                  \
-  extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns,         \
-                                const int64_t* before, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,            \
+// prompt_*: h [tokens, width], in place; starts [prompts + 1]: the first token of each prompt. k, v: the layer's cache
+// [prompts, groups, capacity, dim], filled from column columns[prompt] on. before [prompts]: earlier tokens of each
+// prompt whose keys and values are in the cache, or in `shared`; null: none.
+//
+// store_*: keys and values alone, of all outputs of each of `layers` products, from the norm (null: none) of h [tokens,
+// width], which is not changed; k_norms, k, v, capacities [layers]. Also for layers that share the state these are
+// computed from (SwiftKV).
+#define EXPORT(NAME, T)                                                                                                 \
+  extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns,       \
+                                const int64_t* before, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,      \
                                 const Shared* shared, int num_threads) {                                                \
     run_prompts<T>(block, {count, starts, columns, before}, h, attends, feeds, {k, v, capacity, shared}, num_threads);  \
-  }                                                                                                                      \
+  }                                                                                                                     \
   extern "C" void store_##NAME(const Heads* heads, const Norm* norm, int64_t layers, const Product* products,           \
                                const void* const* k_norms, int64_t count, const int64_t* starts,                        \
                                const int64_t* columns, const int64_t* before, const T* h, T* const* k, T* const* v,     \
                                const int64_t* capacities, int num_threads) {                                            \
     run_store<T>(*heads, norm, layers, products, k_norms, {count, starts, columns, before}, h, k, v, capacities,        \
-                 num_threads);                                                                                           \
+                 num_threads);                                                                                          \
   }
 FOR_EACH_TYPE(EXPORT)

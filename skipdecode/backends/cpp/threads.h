@@ -6,10 +6,9 @@
 
 namespace cpu {
 
-// work(0) .. work(count - 1), to be called by all threads of a parallel region, which wait for none at the end. Of most of
-// it each thread has a part of its own, which it reads in one stream. The rest goes piece by piece to whoever is free, so
-// that a thread from which the system takes its core for a moment, for another process, is not waited for. Each thread
-// gets rising numbers.
+// Runs work(0) .. work(count - 1); called by all threads of a parallel region, without a barrier at the end. Three
+// quarters are split statically, so that each thread reads one stream; the rest is handed out dynamically, so that nobody
+// waits for a thread whose core the system has given to another process. Each thread gets rising numbers.
 template <typename Work>
 inline void share(int64_t count, Work work) {
   const int64_t own = count - count / 4, piece = count / 64 + 1;
@@ -19,7 +18,7 @@ inline void share(int64_t count, Work work) {
   for (int64_t i = own; i < count; ++i) work(i);
 }
 
-// All threads of a parallel region, or one of them that works alone.
+// All threads of a parallel region, or a single one that works alone.
 struct Team {
   bool is_alone;
 
@@ -31,7 +30,7 @@ struct Team {
       cpu::share(count, work);
   }
 
-  // The same in as many even parts as there are threads.
+  // Like `share`, but split evenly among the threads.
   template <typename Work>
   void each(int64_t count, Work work) const {
     if (is_alone) {
