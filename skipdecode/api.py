@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling, is_unicode
-from skipdecode.detokenizer import cut_at_stop
 from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import Request, refuse_too_long
 from skipdecode.engine.results import Completion, TokenLogprobs

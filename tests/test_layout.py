@@ -41,17 +41,16 @@ PYPI_NAMES = {
 ARROWS = {
     "skipdecode": {
         "config": set(),
-        "detokenizer": set(),
         "families": {"config"},
         "backends": {"config"},
         "schedules": {"config"},
         "cost": {"backends", "config", "schedules"},
         "kv": {"backends", "config", "cost"},
-        "checkpoint": {"config", "detokenizer", "families", "model", "schedules"},
-        "api": {"checkpoint", "config", "detokenizer", "engine", "model", "schedules"},
+        "checkpoint": {"config", "families", "model", "schedules"},
+        "api": {"checkpoint", "config", "engine", "model", "schedules"},
         "model": {"backends", "config", "kv", "schedules"},
         "training": {"checkpoint", "config", "kv", "model", "schedules"},
-        "engine": {"backends", "config", "detokenizer", "cost", "kv", "model", "schedules"},
+        "engine": {"backends", "checkpoint", "config", "cost", "kv", "model", "schedules"},
         "speculative": {"backends", "config", "cost", "engine", "kv", "model", "schedules"},
     },
     "actors": {

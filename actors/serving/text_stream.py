@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from skipdecode.detokenizer import IncrementalDetokenizer, cut_at_stop
+from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, cut_at_stop
 
 
 class TextStream:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-from skipdecode.detokenizer import REPLACEMENT
+from skipdecode.checkpoint.detokenizer import REPLACEMENT
 from skipdecode.engine.results import TokenLogprobs
 
 Decode = Callable[[Sequence[int]], str]

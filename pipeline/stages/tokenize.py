@@ -29,10 +29,10 @@ from pipeline.schema import (
     score_schema,
 )
 from pipeline.stages.openai_choices import NOT_SAMPLING, choice_of
+from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.detokenizer import cut_at_stop
 
 TOKENS = pa.list_(pa.int32())
 Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]

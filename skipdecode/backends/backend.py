@@ -50,8 +50,8 @@ class LayerShape:
 
 
 class PackedPrompts:
-    """Left-padded prompts [B, T] laid one behind the other without their padding, [N, ...]; or only their ends, where
-    the tokens before are in a cache already."""
+    """Left-padded prompts [B, T] packed one after the other without their padding, [N, ...]; or only their ends, if
+    earlier tokens are in a cache already."""
 
     def __init__(self, positions: Tensor, columns: Tensor, before: Tensor | None = None) -> None:
         """`positions` [B, T] int64, -1 at padding (`Decoder.embed`). `columns` [B] int64: the cache column of each
@@ -114,15 +114,15 @@ class KVRange(NamedTuple):
     """[B] int64: the row of k and v that a token belongs to."""
     shared: SharedPrefix | None = None
     query_index: Tensor | None = None
-    """[2, B] int64, where tokens of one slot lie side by side: the index of each among them, and how many there are.
-    For back ends that read the memory of a slot once for all its tokens."""
+    """[2, B] int64, if tokens of one slot are adjacent: the index of each within its slot, and the number of tokens in
+    that slot. For back ends that read the memory of a slot once for all its tokens."""
     max_queries: int = 1
     """The most tokens that a slot has."""
 
 
 class GraphKVRange(NamedTuple):
-    """As `KVRange`, for a step that is captured once and replayed on batches of any length: the host knows only
-    addresses and reads no number. For back ends with `supports_graph_capture`."""
+    """A `KVRange` for a step that is captured once and replayed on batches of any length: the host knows only addresses
+    and reads no values. For back ends with `supports_graph_capture`."""
 
     memory: Tensor
     """[elements], in which keys and values of all layers may lie."""
@@ -324,7 +324,8 @@ class Backend:
         *,
         cuts: bool = True,
     ) -> Tensor:
-        """One token per row from logits [B, V] of any type and [B, 1] parameters, as `torch_sampling.pick_by_sort`."""
+        """Samples one token per row from logits [B, V] of any type with [B, 1] parameters
+        (`torch_sampling.pick_by_sort`)."""
         return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform, cuts=cuts)
 
     def allocate_cache(self, count: int, dtype: torch.dtype, device: torch.device, *, is_filled: bool) -> Tensor:

@@ -104,7 +104,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """As `torch_sampling.pick_by_sort`, but for rounding: [B, V] logits and [B, 1] parameters -> [B] int64."""
+    """`torch_sampling.pick_by_sort` up to rounding: [B, V] logits and [B, 1] parameters -> [B] int64."""
     B, V = logits.shape
     given = [logits, temperature, top_k, top_p, uniform]
     for tensor, dtype in zip(given[1:], (torch.float32, torch.int64, torch.float32, torch.float32), strict=True):

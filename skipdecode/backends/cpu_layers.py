@@ -228,7 +228,7 @@ class LayerKernel:
         feeds: bool,
         shared: SharedPrefix | None = None,
     ) -> Tensor:
-        """As `FusedLayer.read`."""
+        """`FusedLayer.read` by the kernel of `cpp/prompt.cpp`."""
         _check_states(self.dtype, h, (prompts.num_tokens, self.width))
         assert self.store is not None, "no keys and values"
         where: tuple[Any, ...] = (None, None, 0, None)
@@ -236,8 +236,8 @@ class LayerKernel:
             k, v = memory
             _check_cache(self.dtype, len(prompts), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
-            head = None if shared is None else ctypes.byref(shared_prefix_struct(shared, len(prompts), k))
-            where = (k.data_ptr(), v.data_ptr(), k.shape[2], head)
+            prefix = None if shared is None else ctypes.byref(shared_prefix_struct(shared, len(prompts), k))
+            where = (k.data_ptr(), v.data_ptr(), k.shape[2], prefix)
         threads = torch.get_num_threads()
         self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, feeds, *where, threads)
         return h
@@ -253,7 +253,7 @@ class Step:
     def __init__(
         self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[KVRange] | None, *, feeds: bool
     ) -> None:
-        """As `Backend.prepare_step`, and it accepts fewer rows."""
+        """Parameters as of `Backend.prepare_step`. The call also accepts fewer rows."""
         count, dtype = len(layers), layers[0].dtype
         memory: list[tuple[Any, ...]] = [(None, None, 0, None, None)] * count
         slots = shared = None

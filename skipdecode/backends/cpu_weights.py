@@ -58,7 +58,7 @@ class Int8Weight(NamedTuple):
 
 
 Weight = Tensor | Int8Weight
-"""As `pack` or `pack_int8` gives it."""
+"""A packed weight, as `pack` or `pack_int8` returns it."""
 
 
 class Operand(NamedTuple):

@@ -22,7 +22,7 @@ class Heads:
     kv_heads: int
     head_dim: int
     rotary_table: Tensor | None = None
-    """As in `LayerShape`. A row's new token is at position `last - first`."""
+    """See `LayerShape.rotary_table`. A row's new token is at position `last - first`."""
     q_norm: Tensor | None = None
     """[K], the weight of an RMS norm over each head, before the rotary embedding."""
     k_norm: Tensor | None = None
@@ -71,7 +71,7 @@ class Kernels(Protocol):
         """[B, V] -> [B] int64; the lowest index where several are equal."""
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        """As `torch_sampling.pick_by_sort`, without a sort and without a float32 copy of the logits: [B] int64.
+        """`torch_sampling.pick_by_sort` without a sort and without a float32 copy of the logits: [B] int64.
 
         logits [B, V]; temperature float32 (0: greedy), top_k int64, top_p and uniform float32 are [B, 1], of any
         stride. Sums differ from torch's in their last bits, so a uniform within about 1e-6 of the edge between two

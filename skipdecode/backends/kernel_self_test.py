@@ -27,20 +27,20 @@ def self_test(kernels: Kernels, device: torch.device) -> str | None:
     for name, run in _cases(device).items():
         try:
             pairs = zip(run(kernels), run(TorchKernels()), strict=True)
-            apart = max(_apart(made, wanted) for made, wanted in pairs)
-        except Exception as error:  # no compiler, driver or memory: torch's operators do not need them
-            return f"the kernel of {name} failed ({type(error).__name__}: {error})".splitlines()[0][:300]
-        if apart > TOLERANCE:
+            error = max(_error(made, expected) for made, expected in pairs)
+        except Exception as why:  # no compiler, driver or memory: torch's operators do not need them
+            return f"the kernel of {name} failed ({type(why).__name__}: {why})".splitlines()[0][:300]
+        if error > TOLERANCE:
             return f"the kernel of {name} is wrong"
     return None
 
 
-def _apart(made: Tensor, wanted: Tensor) -> float:
+def _error(made: Tensor, expected: Tensor) -> float:
     """The largest difference as a share of the largest value; tokens are either equal or not."""
-    if not wanted.is_floating_point():
-        return 0.0 if torch.equal(made, wanted) else 1.0
-    apart = (made.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-    return float(apart.nan_to_num(nan=torch.inf))
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(made, expected) else 1.0
+    error = (made.float() - expected.float()).abs().max() / expected.float().abs().max()
+    return float(error.nan_to_num(nan=torch.inf))
 
 
 def _cases(device: torch.device) -> dict[str, Run]:

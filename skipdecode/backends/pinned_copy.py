@@ -22,7 +22,8 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `torch.tensor(numbers, dtype, device)`. An array keeps its type, and on a CPU its memory is shared."""
+    """`torch.tensor(numbers, dtype, device)` that does not wait for the device. An array keeps its type, and on a CPU
+    its memory is shared."""
     if device.type != "cuda":
         if isinstance(numbers, np.ndarray) and dtype is None:  # several microseconds faster
             return torch.from_numpy(numbers)

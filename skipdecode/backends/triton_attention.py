@@ -260,7 +260,7 @@ def attend_several_kernel(
         token, member = m // GROUP, m % GROUP
         is_one = token < tl.minimum(tl.load(COUNTS + n) - slot, T)
         first = tl.load(FIRST + n)
-        until = tl.load(LAST + n + token, mask=is_one, other=0)  # of each query; nobody's sees the first column
+        until = tl.load(LAST + n + token, mask=is_one, other=0)  # of each query; missing ones see the first column
         until = tl.maximum(until, first)
         last = tl.max(until, 0)
         live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)

@@ -15,10 +15,10 @@ from typing import Any
 import tokenizers
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
+from skipdecode.checkpoint.detokenizer import TextDecoder
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer_files import eos_token, load_folder, load_opt_folder
 from skipdecode.config.model import DecoderConfig
-from skipdecode.detokenizer import TextDecoder
 from skipdecode.families import FAMILIES
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0 to 3 in every OPT vocabulary

@@ -257,4 +257,5 @@ def save_model(model: Decoder, folder: str | Path, *, dtype: torch.dtype | None 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     raw = model.config.to_dict() | {"torch_dtype": dtype_name(dtype)}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
+    # safetensors makes its file readable by the owner only
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")

@@ -16,9 +16,9 @@ from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.plan import FullDepth, Schedule
 
 BANDWIDTH_REACHED = 0.8
-"""Of a data sheet's bandwidth. Published figures of streaming reads on A100 and H100 lie between 0.8 and 0.93."""
+"""The share of a data sheet's bandwidth. Published streaming reads on A100 and H100 reach 0.8 to 0.93."""
 FLOPS_REACHED = 0.6
-"""Of a data sheet's products. cuBLAS in bfloat16 reaches 0.6 to 0.8 on large shapes under a power limit."""
+"""The share of a data sheet's FLOPS. cuBLAS in bfloat16 reaches 0.6 to 0.8 on large shapes under a power limit."""
 PREFILL_CALL_S = 5e-6
 """Prompts are launched kernel by kernel."""
 MODELS = (

@@ -167,7 +167,7 @@ def plan_parts(
     sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
     parts = []
     for layer in plan.layers:
-        columns = 1 if layer >= min(first, top) else new_columns  # of a prompt, one goes on behind the last K/V
+        columns = 1 if layer >= min(first, top) else new_columns  # above the last K/V only a prompt's last token runs
         if plan.attn[layer]:
             kv_columns = new_columns if layer < first else 0
             shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": context}

@@ -1,7 +1,7 @@
 """Asynchronous copies of a step's output to the host, which overlap with the steps that follow.
 
-On CUDA, output is copied through pinned memory with an event behind the copy, so that reading waits for that output and
-not for work launched since. Elsewhere it is available at once.
+On CUDA, output is copied to pinned memory and an event is recorded after the copy, so that reading waits for that
+output and not for work launched since. Elsewhere it is available at once.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ Owner = TypeVar("Owner")
 
 
 class AsyncOutput(Generic[Owner]):
-    """A queue of outputs on their way to the host, each with a note of the rows that it belongs to."""
+    """A queue of outputs on their way to the host, each with the rows that it belongs to (`owner`)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -34,7 +34,7 @@ from skipdecode.schedules.plan import LayerPlan, Schedule
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256  # further steps run kernel by kernel
-TOO_MANY = f"{MAX_GRAPHS} are the most that are kept"
+TOO_MANY = f"at most {MAX_GRAPHS} graphs are kept"
 MAX_GRAPH_BYTES = 2 << 30  # device memory for intermediate results of all graphs; further steps run kernel by kernel
 
 Work = Callable[[], None]
@@ -56,7 +56,7 @@ class GraphCapture:
         """Called when all graphs are gone."""
 
     def held_bytes(self) -> int:
-        """Device memory that graphs hold for intermediate results, in bytes; without what the driver keeps of each."""
+        """Bytes of device memory that graphs hold for intermediate results; excludes the driver's own for each."""
         return 0
 
 
@@ -181,7 +181,7 @@ class CudaGraphs:
         is_masked: bool = False,
         paddings: Sequence[int] | None = None,
     ) -> GraphedCache:
-        """As `KVCache.allocate`; raises PoolFull if other batches leave too little memory."""
+        """`KVCache.allocate` from the pool; raises PoolFull if other batches leave too little memory."""
         layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, sharing_map)
         return GraphedCache.within(self.pool, layout, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
 

@@ -67,13 +67,13 @@ def generate_continuous(
     max_rows: int,
     decode_text: DecodeText | None = None,
 ) -> tuple[list[Row], ContinuousBatch]:
-    """Continues every request, at most `max_rows` at a time, a newcomer for every row that ends."""
+    """Continues every request, at most `max_rows` at a time; waiting requests join as rows end."""
     batch = ContinuousBatch(model, schedule, decode_text=decode_text)
     waiting, rows = deque(requests), []
     while waiting or not batch.is_done:
-        room = max_rows - len(batch.rows)
-        # a prompt alone costs nearly as much as several: wait until a few places are free
-        if waiting and (room >= max(1, max_rows // 8) or batch.is_done):
-            rows += batch.join([waiting.popleft() for _ in range(min(room, len(waiting)))])
+        num_free = max_rows - len(batch.rows)
+        # a prompt alone costs nearly as much as several, so they join several at a time
+        if waiting and (num_free >= max(1, max_rows // 8) or batch.is_done):
+            rows += batch.join([waiting.popleft() for _ in range(min(num_free, len(waiting)))])
         batch.step()
     return rows, batch

@@ -1,5 +1,4 @@
-"""Prefixes that prompts of a batch share are run once: which they are, where their K/V are, how prompts are fed.
-fed.
+"""Shared prompt prefixes of a batch, which are run once: which they are, where their K/V are, how prompts are fed.
 
 A shared prefix begins two or more prompts of the batch, or other prefixes. Where attention reads it in place, its keys
 and values are stored once, beside the rows' own (`skipdecode.kv.static_cache`); elsewhere (torch's operators, CUDA
@@ -38,11 +37,10 @@ class Allocate(Protocol):
 
 @dataclass(frozen=True)
 class PrefixSharing:
-    """The shared prefixes of a batch, and the rows that begin with them. A prefix comes after the prefix that it begins
-    with."""
+    """The shared prefixes of a batch, and the rows that begin with them. Every prefix comes after its parent."""
 
     prefixes: tuple[tuple[int, ...], ...]
-    """The tokens of each."""
+    """The tokens of each prefix."""
     parents: tuple[int, ...]
     """The prefix that each prefix begins with, -1 if none."""
     prefix_of_row: tuple[int, ...]
@@ -123,12 +121,12 @@ def share_prefixes(prompts: Sequence[Sequence[int]], prefix_lengths: Sequence[Se
     prefixes = sorted(parent, key=lambda prefix: depth[prefix])
     index = {prefix: at for at, prefix in enumerate(prefixes)} | {(): -1}
     return PrefixSharing(
-        tuple(prefixes), tuple(index[parent[h]] for h in prefixes), tuple(index[h] for h in prefix_of_row)
+        tuple(prefixes), tuple(index[parent[one]] for one in prefixes), tuple(index[one] for one in prefix_of_row)
     )
 
 
 class SharedPrompts:
-    """The prompts of a batch, whose shared prefixes are fed once: `cache` is the rows' cache, `feed` fills it."""
+    """The prompts of a batch with shared prefixes. `feed` runs each prefix once and fills `cache`, that of the rows."""
 
     def __init__(
         self,
@@ -185,16 +183,16 @@ class SharedPrompts:
     ) -> Tensor:
         """Feeds the rest of prompts [B, P] whose first `had` [B] tokens are in `cache` or shared, some rows at a
         time."""
-        (whole, columns), before = tokens.shape, to_device(had, self.model.device)
+        (num_rows, columns), before = tokens.shape, to_device(had, self.model.device)
         is_unpadded = self.model.supports_packed_prompts(cache.k[0])
         has_all = cache.shared is None  # shared prefixes are not in the rows' own columns
-        in_place = had if has_all else [0] * whole
+        cached = had if has_all else [0] * num_rows
         # [B] tokens to feed
-        lengths = [columns - pad - n for pad, n in zip(_paddings_of(cache), in_place, strict=True)]
+        lengths = [columns - pad - n for pad, n in zip(_paddings_of(cache), cached, strict=True)]
         rows = self._rows_at_once(max(lengths), columns)
         made = []
-        for at in range(0, whole, rows):
-            part = slice(at, min(at + rows, whole))
+        for at in range(0, num_rows, rows):
+            part = slice(at, min(at + rows, num_rows))
             T = max(lengths[part])
             view = cache.view(part.start, part.stop)
             view.length = columns - T

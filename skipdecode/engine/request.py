@@ -6,8 +6,8 @@ A row ends at EOS, at a stop string, at `max_new_tokens`, or when it is cancelle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from skipdecode.checkpoint.detokenizer import StopStringSearch
 from skipdecode.config.sampling import Sampling
-from skipdecode.detokenizer import StopStringSearch
 from skipdecode.engine.results import Completion, TokenLogprobs
 from skipdecode.schedules.plan import Schedule
 

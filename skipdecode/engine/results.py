@@ -74,7 +74,7 @@ class LosslessStats(BatchStats):
     drafted_at: list[int] = field(default_factory=list)
     """Drafted tokens by their position in a draft."""
     accepted_at: list[int] = field(default_factory=list)
-    """Those of them that full depth made too, and all before them."""
+    """Accepted tokens by their position in a draft: full depth generated the same tokens up to that position."""
     drafted_rounds: int = 0
     measured_rounds: int = 0
     """Plain steps that were timed, to compare drafts with them."""

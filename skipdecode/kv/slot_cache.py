@@ -93,7 +93,7 @@ class SlotCache:
         return KVCache(k, v, to_device(pads, self._device, torch.int64), self._sharing_map, paddings=pads)
 
     def fill(self, rows: Sequence[int], prompts: Sequence[int], limits: Sequence[int]) -> None:
-        """Makes `rows` of those that `open` made memory for the batch, once their prompts are fed."""
+        """Makes `rows`, a subset of those given to `open`, the batch, once their prompts are fed."""
         self.prompts, self._limits, self._lengths = list(prompts), list(limits), list(prompts)
         self.keep(rows)
 
@@ -211,7 +211,7 @@ class SlotCache:
         return self._at[start:end]
 
     def memory(self, layer: int, start: int, end: int) -> KVRange:
-        """As `KVCache.columns`, with a last column per row."""
+        """Like `KVCache.columns`, but the last column differs from row to row."""
         owner, rows = self._sharing_map[layer], slice(self.first + start, self.first + end)
         return KVRange(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
 
@@ -234,7 +234,7 @@ class SlotCache:
         return all(columns[owner] <= self._k[owner].shape[2] for owner in self._ends)
 
     def _columns(self, prompts: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
-        """KVRange that the rows need in each layer that stores K/V, in whole steps; the last new token is not fed."""
+        """Columns that the rows need in each layer that stores K/V, in whole steps; the last new token is not fed."""
         ends, limit = np.array(list(self._ends.values())), np.array(limits, dtype=np.int64)[:, None]
         most = (np.array(prompts, dtype=np.int64)[:, None] + np.minimum(limit - 1, ends)).max(axis=0)
         return {owner: -(-int(n) // COLUMN_STEP) * COLUMN_STEP for owner, n in zip(self._ends, most, strict=True)}
@@ -341,7 +341,7 @@ class TokensView(StepView):
 
     Each token has a slot and a position; it attends to positions up to its own. Tokens of a slot are neighbours, in any
     order: all are stored before any attends. Kernels for one token per row serve where they take slots
-    (`KVRange.slots`); elsewhere the tokens of a slot are queries behind a mask.
+    (`KVRange.slots`); elsewhere the tokens of a slot are queries of masked attention.
     """
 
     def __init__(self, cache: SlotCache, slots: Tensor, positions: Tensor, table: Tensor | None, most: int) -> None:
@@ -381,7 +381,7 @@ class TokensView(StepView):
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """As `KVView.run`."""
+        """`KVView.run`, by a cached call if the tokens attend (`SlotCache.prepare_step`)."""
         if not attends:
             return super().run(kernels, h, layers, attends=attends, feeds=feeds)
         return self._cache.prepare_step(kernels, layers, self.index, self._most, feeds=feeds)(h)
@@ -399,7 +399,7 @@ class TokensView(StepView):
 
     @cached_property
     def _queries(self) -> tuple[Tensor, Tensor]:
-        """[N] the number of each token among those of its slot, and the mask [B, 1, T, S] of what these attend to."""
+        """[N] the index of each token within its slot, and the mask [B, 1, T, S] of the columns these attend to."""
         number = query_index(self._slots, self._cache.num_rows)[0]
         last = self._at.new_zeros(self._cache.num_rows, self._most)  # queries without a token see one column too
         last[self._slots, number] = self._at
@@ -427,7 +427,7 @@ def _token_columns(memory: tuple[Tensor, Tensor], index: Tensor, most: int) -> K
 
 
 def query_index(slots: Tensor, num_rows: int) -> Tensor:
-    """[2, N] of tokens in `slots` [N]: the number of each among the tokens of its slot, and how many these are. Does
+    """For tokens in `slots` [N]: [2, N] the index of each within its slot, and the number of tokens in that slot. Does
     not wait for the device."""
     at = torch.arange(len(slots), device=slots.device)
     begins = torch.cat([at[:1] == 0, slots[1:] != slots[:-1]])

@@ -171,7 +171,7 @@ class KVCache:
     def run(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """As `KVView.run`. Prepared calls are cached: from step to step only `length` changes, never the memory."""
+        """`KVView.run` by a cached call: from step to step only `length` changes, never the memory."""
         if attends:
             self._newest()
             least = min(self.k[layer].shape[2] for layer in layers)
@@ -252,7 +252,7 @@ class KVCache:
         return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.sharing_map, paddings=[0])
 
     def at(self, length: int) -> Self:
-        """The same memory, with `length` columns counted as filled."""
+        """A cache in the same memory, of which `length` columns are filled."""
         cache = self.view(0, len(self.num_pad))
         cache.length = length
         return cache

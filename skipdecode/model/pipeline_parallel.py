@@ -113,7 +113,7 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def in_phases(runs: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Runs generators concurrently, each one phase behind the previous one; returns their results.
+    """Runs generators concurrently, each starting one phase after the previous one; returns their results.
 
     A run yields twice per phase: after the copy of its states to the next device, and after its work there. Each phase
     launches all copies, then all work: torch orders a copy after the pending work of both devices, so a copy launched

@@ -40,8 +40,8 @@ class LayerRanges:
     def of_plan(
         cls, plan: LayerPlan, deferred_ffns: tuple[bool, ...] = (), *, is_prompt: bool = False
     ) -> "LayerRanges":
-        """The same ranges for all rows. `is_prompt`: only the last token's state is wanted (deferred blocks, which are
-        recorded for calibration, still see all tokens)."""
+        """Ranges that are equal for all rows. `is_prompt`: only the last token's state is needed (deferred blocks,
+        which are recorded for calibration, still see all tokens)."""
         attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
         last_token_at = None
         if is_prompt and not deferred_ffns:

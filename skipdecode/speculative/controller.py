@@ -105,7 +105,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Of rounds with drafts over plain steps."""
+        """Tokens per second of rounds with drafts over those of plain steps."""
         limit = 2 * self.typical
         took = sum(min(took, limit) for _, took in self.drafted)
         return sum(tokens for tokens, _ in self.drafted) * median(self.plain) / took
@@ -118,7 +118,7 @@ class Comparison:
 
 
 class SpeculationController:
-    """Decides for all batches of one schedule, and learns from them."""
+    """Decides how many tokens the batches of one schedule draft, and learns from them."""
 
     def __init__(
         self,
@@ -128,12 +128,12 @@ class SpeculationController:
         *,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        """`known_acceptance`: by position in a draft, what a calibration measured for skipped layers. `vocabulary`:
-        None for one that learns from these batches alone."""
+        """`known_acceptance`: the acceptance of skipped layers that a calibration measured, by position in a draft.
+        `vocabulary`: None for one that learns from these batches alone."""
         self.schedule, self.latency = schedule, latency
         self.vocabulary = vocabulary or DraftVocabulary(latency.config.vocab_size)
         self.num_draft_outputs: int | None = None
-        """Tokens that drafts of skipped layers choose among; None: all."""
+        """The size of the draft vocabulary for skipped layers; None for all tokens."""
         mean = sum(known_acceptance) / len(known_acceptance) if known_acceptance else None
         self.acceptance = Acceptance(mean)
         self._comparisons: dict[int, Comparison] = {}  # by the binary logarithm of the rows

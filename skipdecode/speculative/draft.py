@@ -13,13 +13,13 @@ class Draft:
     step: int
     """The decode step that feeds its newest token."""
     tokens: list[int]
-    """That token, and the drafted ones."""
+    """The newest token, and the drafted ones."""
     limit: int
-    """Drafted tokens at most: the last new token of a row is not fed."""
+    """The most tokens to draft: the last new token of a row is not fed."""
     eos: Sequence[int] = ()
     """Tokens that end the row."""
     sources: list[int] = field(default_factory=list)
-    """Of each drafted token (`skipdecode.speculative.controller.LAYERS`, or the length of an n-gram)."""
+    """What drafted each token: `skipdecode.speculative.controller.LAYERS`, or the length of an n-gram."""
     wanted: int = 0
     """Tokens to draft by skipped layers."""
     layers: int = 0

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens that drafts choose among, once nearly all tokens that come are of them.
+"""The draft vocabulary: the tokens that drafts may choose, once it covers nearly all tokens that are generated.
 
 The head is a product with a row for every token of the vocabulary: a fifth of the weights of a small model with 49,000
 tokens, and a larger share of a draft, which runs few layers. A draft needs only the tokens that are likely here, since
@@ -108,7 +108,7 @@ class DraftVocabulary:
         return self._found / self._tried if self._tried >= SEEN / 2 else 0.0
 
     def tokens(self) -> frozenset[int] | None:
-        """The list, the same object as long as it is unchanged; None: drafts choose among all tokens."""
+        """The list, the same object as long as it is unchanged; None if drafts may choose any token."""
         if self._learns:
             if self._num_missed > NEW * len(self._listed) and (self._listed or self._num_counted >= SEEN):
                 self._list()

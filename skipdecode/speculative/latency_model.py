@@ -54,9 +54,10 @@ class LatencyModel:
         return cls(model.config, model.dtype.itemsize, model.weight_itemsize, ceilings, reference=reference)
 
     def roofline_s(self, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None) -> float:
-        """By the roofline alone: `tokens` new tokens of `rows` rows that see `context` positions, and the head on each.
+        """Seconds by the roofline alone for `tokens` new tokens of `rows` rows that see `context` positions, LM head
+        included.
 
-        `outputs`: tokens of the vocabulary to choose among; None: all.
+        `outputs`: the size of the draft vocabulary; None for all tokens.
         """
         middle = context // CONTEXT_STEP * CONTEXT_STEP + CONTEXT_STEP // 2
         return self._cached(sum(plan.attn), sum(plan.ffn), rows, tokens, middle, outputs)
@@ -73,7 +74,7 @@ class LatencyModel:
     def seconds(
         self, kind: PassKind, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None
     ) -> float:
-        """As `roofline_s`, and as such passes of batches of about that size have turned out."""
+        """`roofline_s`, corrected by the measured times of such passes with batches of about that size."""
         predicted = self.roofline_s(plan, rows, tokens, context, outputs)
         if not self.is_timed:
             return predicted + (HOST_S if kind != "plain" else 0.0)
@@ -83,12 +84,12 @@ class LatencyModel:
         return predicted * (median(seen) if seen else 1.0)
 
     def forget_drafts(self, rows: int) -> None:
-        """Drops what was measured of drafts and verifications of about as many rows."""
+        """Drops measurements of drafts and verifications of about as many rows."""
         self._ratios.pop(("draft", rows.bit_length()), None)
         self._ratios.pop(("verify", rows.bit_length()), None)
 
     def observe(self, kind: PassKind, rows: int, took_s: float, predicted_s: float) -> None:
-        """Passes of that kind that took so long, and what `roofline_s` says of them."""
+        """Records the measured time of passes, beside that of `roofline_s`."""
         if self.is_timed:
             key = kind, rows.bit_length()
             self._ratios.setdefault(key, deque(maxlen=KEPT_RATIOS)).append(took_s / predicted_s)

@@ -166,7 +166,7 @@ def save_adapter(
         _write(folder / SCHEDULE_FILE, config.skip_decode)
     if config.trained_schedules is not None:
         _write(folder / TRAINED_FILE, config.trained_schedules)
-    shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # safetensors lets nobody else read it
+    shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # safetensors makes it readable by its owner only
 
 
 def _named(weights: Mapping[str, Tensor], config: DecoderConfig, shape: LoraShape) -> Iterator[tuple[str, Tensor]]:
@@ -180,7 +180,8 @@ def _named(weights: Mapping[str, Tensor], config: DecoderConfig, shape: LoraShap
 
 
 def _parts(config: DecoderConfig, number: int, part: str) -> Iterable[tuple[str, str, int]]:
-    """Of a linear layer of ours: (last name, whole name, rows; 0: all) in Hugging Face's model."""
+    """The modules of Hugging Face's model that make up one of our linear layers: (last name, whole name, rows). Zero
+    rows stand for all of them."""
     for theirs, rows in hf_parts(f"blocks.{number}.{part}.weight", config):
         module = theirs.removesuffix(".weight")
         yield module.rpartition(".")[2], module, rows

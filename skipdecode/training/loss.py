@@ -50,20 +50,22 @@ class ResponseLoss(nn.Module):
         self.distill, self.temperature, self.hidden = distill, temperature, hidden
         self.recompute = recompute
         self.full = FullDepth(model.config.num_hidden_layers)
-        # in a tuple, so that it is no submodule, and is neither trained nor saved
+        # in a tuple, so that it is not a submodule, which would be trained and saved
         self._teacher = () if teacher is None else (teacher,)
 
     def forward(self, batch: TeacherBatch, *schedules: Schedule) -> Tensor:
         """[number of schedules] in nats."""
-        kept = batch.targets != IGNORE
+        is_response = batch.targets != IGNORE
         states_of = self._passes(batch, schedules)
-        states = {one: found[kept] for one, found in zip(schedules, states_of(schedules), strict=True)}
-        taught = self._taught(batch, states_of, states, kept) if self._has_teacher(schedules) else None
+        states = {one: found[is_response] for one, found in zip(schedules, states_of(schedules), strict=True)}
+        taught = self._taught(batch, states_of, states, is_response) if self._has_teacher(schedules) else None
         call = partial(checkpoint, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else _call
         losses = []
         for schedule in schedules:
             is_teacher = not self._teacher and schedule == self.full
-            losses.append(call(self._loss, states[schedule], batch.targets[kept], None if is_teacher else taught))
+            losses.append(
+                call(self._loss, states[schedule], batch.targets[is_response], None if is_teacher else taught)
+            )
         return torch.stack(losses)
 
     def _passes(self, batch: TeacherBatch, schedules: Sequence[Schedule]) -> "Passes":
@@ -84,15 +86,15 @@ class ResponseLoss(nn.Module):
         batch: TeacherBatch,
         states_of: "Passes",
         own: Mapping[Schedule, Tensor],
-        kept: Tensor,
+        is_response: Tensor,
     ) -> "_Taught":
         """The teacher's states and log-probabilities for the response tokens. `own`: the model's states so far."""
         if self._teacher:
             (teacher,) = self._teacher
-            states = teacher_forced_states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))[kept]
+            states = teacher_forced_states(teacher, batch, FullDepth(teacher.config.num_hidden_layers))[is_response]
         else:
             teacher = self.model
-            states = own[self.full].detach() if self.full in own else states_of([self.full])[0][kept]
+            states = own[self.full].detach() if self.full in own else states_of([self.full])[0][is_response]
         soft = teacher.head(states).float() / self.temperature
         return _Taught(states, soft.log_softmax(-1))
 

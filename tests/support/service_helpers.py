@@ -27,8 +27,8 @@ from actors.generator import Generator, GeneratorConfig
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.routes import create_app
+from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.config.sampling import Sampling
-from skipdecode.detokenizer import cut_at_stop
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 from tests.support.processes import descendants, free_ports

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.serving.text_stream import TextStream
+from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, StopStringSearch, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.detokenizer import IncrementalDetokenizer, StopStringSearch, cut_at_stop
 from skipdecode.model.decoder import Decoder
 from tests.support.tiny_models import VOCAB
 

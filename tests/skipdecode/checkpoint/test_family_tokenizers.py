@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.serving.text_stream import TextStream
+from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, StopStringSearch, TextDecoder, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.detokenizer import IncrementalDetokenizer, StopStringSearch, TextDecoder, cut_at_stop
 from skipdecode.families import config_of
 from tests.support.family_tokenizers import NASTY, VOCAB, byte_level, sentencepiece, template, write_folder
 

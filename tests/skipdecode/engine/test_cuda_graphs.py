@@ -224,7 +224,7 @@ def test_graphs_are_bounded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(2):
         assert generate(model, requests, schedule, graphs=graphs).completions == wanted
         assert graphs.num_captured == graphs.num_graphs == 3 < MAX_GRAPHS, "captured again and again"
-    assert ", full (256 are the most that are kept)" in graphs.describe()
+    assert ", full (at most 256 graphs are kept)" in graphs.describe()
 
 
 def test_as_many_graphs_as_there_may_be_are_no_lack(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

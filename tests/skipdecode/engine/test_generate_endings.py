@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipdecode.checkpoint.detokenizer import StopStringSearch, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.detokenizer import StopStringSearch, cut_at_stop
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import Completion

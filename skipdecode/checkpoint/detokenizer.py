@@ -8,11 +8,11 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
-MAX_OPEN, MAX_PARTS = 8, 3  # an unfinished character has at most three bytes, and so lies in as many tokens with text
+MAX_OPEN, MAX_PARTS = 8, 3  # an unfinished character has at most three bytes, and so spans at most three tokens
 
 
 class TextDecoder:
-    """Decodes a list of tokens, and tells what is needed to decode them one at a time.
+    """Decodes a list of tokens, and knows what is needed to decode them one at a time.
 
     Special tokens have no text. In a byte-level vocabulary (no `byte_tokens`) any other token is a piece of UTF-8. With
     SentencePiece's byte fallback each one is whole characters or a single byte; neighbouring bytes are text if together
