@@ -1,4 +1,4 @@
-"""Finds and checks the checkpoint that a configuration names, and settles its schedule. All errors are
+"""Finds and checks the checkpoint that a configuration names, and resolves its schedule. All errors are
 `ConfigError`."""
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class ResolvedModel:
 
 
 def check_model(config: JobConfig, log: Log) -> ResolvedModel:
-    """Finds the checkpoint, checks its files and the keys that depend on it, and settles the schedule."""
+    """Finds the checkpoint, checks its files and the keys that depend on it, and resolves the schedule."""
     try:
         folder, model_config, adapter = find_model(config.model.source, config.model.adapter)
         tokenizer = config.model.tokenizer

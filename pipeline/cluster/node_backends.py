@@ -43,8 +43,8 @@ def find_backends(cluster: Cluster, num_cpus: float) -> tuple[NodeBackend, ...]:
     return found
 
 
-def settle_dtype(name: str, device: str, nodes: Sequence[NodeBackend]) -> str:
-    """`auto` settled once, so that all workers and all sessions of a run decode in the same type."""
+def resolve_dtype(name: str, device: str, nodes: Sequence[NodeBackend]) -> str:
+    """`auto` resolved once, so that all workers and all sessions of a run decode in the same type."""
     if name != "auto":
         return name
     backends = [node.backend for node in nodes if node.backend is not None]
@@ -52,16 +52,16 @@ def settle_dtype(name: str, device: str, nodes: Sequence[NodeBackend]) -> str:
     return "bfloat16" if has_bfloat16 else "float32"
 
 
-def why_no_int8(nodes: Sequence[NodeBackend]) -> str | None:
-    """Why a worker could not have int8 weights, and where; None where all of them can."""
+def reason_against_int8(nodes: Sequence[NodeBackend]) -> str | None:
+    """Why some worker cannot have int8 weights, and on which node; None where all of them can."""
     for node in nodes:
         if node.backend is not None and node.backend.no_int8 is not None:
             return f"{node.backend.no_int8} (on {node.node})"
     return None
 
 
-def why_by_torch(nodes: Sequence[NodeBackend], dtype: str) -> str | None:
-    """Why a worker would leave products of that type to torch, and where; None where all have kernels for it."""
+def reason_for_torch(nodes: Sequence[NodeBackend], dtype: str) -> str | None:
+    """Why some worker would use torch for products of that type, and on which node; None where all have kernels."""
     for node in nodes:
         backend = node.backend  # with kernels it multiplies float32, and bfloat16 where that is its own type
         multiplies = ("float32", backend.dtype) if backend is not None and backend.name != "torch" else ()

@@ -12,7 +12,14 @@ import torch
 from actors.generator import Generator
 from pipeline.checkpoint import check_exact_drafts, check_model, check_quantization
 from pipeline.cluster.machine import provenance
-from pipeline.cluster.node_backends import NodeBackend, find_backends, look, settle_dtype, why_by_torch, why_no_int8
+from pipeline.cluster.node_backends import (
+    NodeBackend,
+    find_backends,
+    look,
+    reason_against_int8,
+    reason_for_torch,
+    resolve_dtype,
+)
 from pipeline.cluster.pool import Cluster, Pool, find_pool, plan_pool, start_ray
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.doctor.corpus import Worker, estimate
@@ -198,9 +205,9 @@ def choice(
     """Loads the model into `worker` as a worker of `pool` would, if this machine has such a device."""
     worker, device = worker or Worker(), worker_device(pool)
     model = worker.model = check_model(config, log)
-    dtype = settle_dtype(config.model.dtype, device.type, nodes)
-    check_quantization(config.model.quantization, model.config, dtype, device.type, why_no_int8(nodes))
-    lacking = why_by_torch(nodes, dtype)
+    dtype = resolve_dtype(config.model.dtype, device.type, nodes)
+    check_quantization(config.model.quantization, model.config, dtype, device.type, reason_against_int8(nodes))
+    lacking = reason_for_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device.type, lacking)
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]

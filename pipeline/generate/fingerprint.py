@@ -32,7 +32,7 @@ def fingerprint(
     plan: InputPlan,
     chat: ChatTemplate | None = None,
 ) -> Fingerprint:
-    """`decode`, `dtype`: as they are settled, never "auto"; `chat`: None where no prompt goes through it. A resumed run
+    """`decode`, `dtype`: as resolved, never "auto"; `chat`: None where no prompt goes through it. A resumed run
     must agree in every entry."""
     entries: Fingerprint = {"code_version": CODE_VERSION, "model.dtype": dtype}
     entries |= _settings(config, decode)

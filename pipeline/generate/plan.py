@@ -1,7 +1,9 @@
-"""A run before it starts: model, output, input and cluster checked, cheapest first; every `auto` settled.
+"""Planning a run: model, output, input and cluster are checked, cheapest first, and every `auto` is resolved.
 
-Everything that can be known before the start is checked here (`ConfigError`, exit code 2). It starts Ray, and nothing
-else. Which rows are done already is found later (`resume`).
+All that can be wrong before decoding starts is found here and raised as ConfigError (exit code 2). Side effects: a
+model or tokenizer may be downloaded, the output folder is created (and removed again if the run is refused), Ray is
+started or joined, SIGTERM gets its handler, and the index of the input's ids is put into Ray's object store. Which rows
+are done already is found later, in `resume`.
 """
 
 import os
@@ -13,7 +15,7 @@ from datetime import UTC, datetime
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
-from pipeline.cluster.node_backends import find_backends, settle_dtype, why_by_torch, why_no_int8
+from pipeline.cluster.node_backends import find_backends, reason_against_int8, reason_for_torch, resolve_dtype
 from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Log, count
@@ -41,7 +43,7 @@ UNUSED = (
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that was found possible."""
+    """A validated run, ready to start."""
 
     config: JobConfig
     model: ResolvedModel
@@ -67,7 +69,7 @@ class PlannedRun:
 def plan_run(config: JobConfig, log: Log, index_all: bool = False) -> PlannedRun:
     """Checks all that can be checked; ConfigError where the run is not possible.
 
-    `index_all`: so that single rows can be looked up, as a resume must.
+    `index_all`: index every row, which a resume or a retry needs.
     """
     model = check_model(config, log)
     folder = RunFolder.open(config.output.path)
@@ -85,7 +87,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     stop_on_sigterm()
     log(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = find_pool(config.actors, cluster)
-    dtype = settle_run_dtype(config, model, dtype_of_run(earlier), cluster, pool)
+    dtype = resolve_run_dtype(config, model, earlier_dtype(earlier), cluster, pool)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, log)
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, log, sum_ids=index_all or not is_finished)
@@ -99,11 +101,23 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     if earlier is None and (remark := unused_chat_template(chat, config, listing.format)):
         log(remark)
     chat = used_chat_template(chat, config, listing.format, scans, log)
-    prints = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
+    run_fingerprint = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
     began = started_at(earlier)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC), columns=columns)
     return PlannedRun(
-        config, model, dtype, folder, earlier, plan, entries, pool, prints, id_sum, is_finished, began, prompter
+        config=config,
+        model=model,
+        dtype=dtype,
+        folder=folder,
+        earlier=earlier,
+        input=plan,
+        entries=entries,
+        pool=pool,
+        fingerprint=run_fingerprint,
+        id_sum=id_sum,
+        is_finished=is_finished,
+        started_at=began,
+        prompter=prompter,
     )
 
 
@@ -120,25 +134,31 @@ def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
         )
 
 
-def dtype_of_run(earlier: RunState | None) -> str | None:
-    """The type that the run in the folder decodes in."""
+def earlier_dtype(earlier: RunState | None) -> str | None:
+    """The type that the run in the folder decodes in; None for a new run."""
     return None if earlier is None else str(earlier["fingerprint"]["model.dtype"])
 
 
-def settle_run_dtype(config: JobConfig, model: ResolvedModel, begun: str | None, cluster: Cluster, pool: Pool) -> str:
-    """The type that all workers decode in; ConfigError where they could not load the model for it.
+def resolve_run_dtype(
+    config: JobConfig, model: ResolvedModel, dtype_of_earlier_run: str | None, cluster: Cluster, pool: Pool
+) -> str:
+    """The type that all workers decode in; ConfigError where a worker could not load the model in it.
 
-    `auto` is what the run was `begun` in, wherever it goes on; else what suits the nodes that decode. These are asked
-    only where their answer matters.
+    `auto` is the type of the earlier run that is resumed, or else the best type of the nodes that decode. The nodes
+    are queried only where their answer matters.
     """
-    numbers, device = config.model, "cuda" if pool.num_gpus else "cpu"
-    name = begun if numbers.dtype == "auto" and begun is not None else numbers.dtype
+    model_config, device = config.model, "cuda" if pool.num_gpus else "cpu"
+    name: str = model_config.dtype
+    if name == "auto" and dtype_of_earlier_run is not None:
+        name = dtype_of_earlier_run
     is_exact = config.sampling.deterministic and bool(model.decode.get("lossless"))
-    is_asked = name == "auto" or numbers.quantization is not None or is_exact or bool(os.environ.get(VARIABLE))
-    nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and is_asked else ()
-    dtype = settle_dtype(name, device, nodes)
-    check_quantization(numbers.quantization, model.config, dtype, device, why_no_int8(nodes))
-    lacking = why_by_torch(nodes, dtype)
+    must_query_nodes = (
+        name == "auto" or model_config.quantization is not None or is_exact or bool(os.environ.get(VARIABLE))
+    )
+    nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and must_query_nodes else ()
+    dtype = resolve_dtype(name, device, nodes)
+    check_quantization(model_config.quantization, model.config, dtype, device, reason_against_int8(nodes))
+    lacking = reason_for_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device, lacking)
     return dtype
 

@@ -36,7 +36,7 @@ class Work:
         return self.plan.num_rows - self.num_done
 
 
-def settle_rows(
+def find_work(
     planned: PlannedRun,
     data_files: list[str],
     log: Log,

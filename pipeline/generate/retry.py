@@ -21,9 +21,9 @@ from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.formatting import Json, Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import remove_late, settle_rows
+from pipeline.generate.resume import find_work, remove_late
 from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
-from pipeline.generate.run import RunResult, finish_run, was_finished
+from pipeline.generate.run import RunResult, finish_run, result_of_finished
 from pipeline.generate.stream import stream_rows
 from pipeline.input.ids import sum_outputs
 from pipeline.input.plan import InputPlan
@@ -93,9 +93,11 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
         log(f"{folder.shown}: nothing to retry")
         if is_finished:
             folder.fence(session, lease.check)  # a retry that died may have left files, or an upload of it came late
-            folder.leave(session)
-            return RetryResult(was_finished(planned), 0, 0)
-    state = first_state(planned, session, "retrying", [] if lease.followed is None else [lease.followed])
+            folder.release(session)
+            return RetryResult(result_of_finished(planned), 0, 0)
+    state = first_state(
+        planned, session, "retrying", [] if lease.previous_session is None else [lease.previous_session]
+    )
     state["known"] = [folder.name(path) for path in folder.all_data_files()]
     expected: int | None = None
     try:
@@ -106,7 +108,7 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
             lease.check()
             _commit(folder, state, list(tried), overrides, total, lease)
         else:  # it ends what was cut off, and closes the books
-            expected = expected_ids(planned, settle_rows(planned, folder.all_data_files(), log).plan)
+            expected = expected_ids(planned, find_work(planned, folder.all_data_files(), log).plan)
     except BaseException:
         if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
             folder.write_state(earlier | {"sessions": state["sessions"]}, lease.check)
@@ -135,7 +137,7 @@ def _retry_folder(state: RunState) -> str:
 def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, log: Log) -> InputPlan:
     """The rows that are tried again, into files beside the data; the plan with its duplicates."""
     files = planned.folder.all_data_files()
-    work = settle_rows(planned, files, log, without_codes=RETRYABLE, subfolder=_retry_folder(state))
+    work = find_work(planned, files, log, without_codes=RETRYABLE, subfolder=_retry_folder(state))
     if work.num_left != total:
         raise ConfigError(
             "",

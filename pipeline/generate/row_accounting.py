@@ -24,8 +24,8 @@ Check: TypeAlias = Callable[[], None]
 """`Lease.check`: raises where the folder is another session's."""
 
 
-def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequence[str] = ()) -> RunState:
-    """`run.json` at the start of a session. `former`: sessions before it that no earlier state names."""
+def first_state(planned: PlannedRun, session: str, phase: Phase, earlier_sessions: Sequence[str] = ()) -> RunState:
+    """`run.json` at the start of a session. `earlier_sessions`: those that no earlier state names."""
     earlier = planned.earlier
     began = time.time() if earlier else planned.started_at
     before = earlier["former"] if earlier else []
@@ -50,7 +50,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, former: Sequenc
         "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": began, "ended_at": None}],
         "retries": earlier["retries"] if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
-        "former": list(dict.fromkeys([*before, *former])),
+        "former": list(dict.fromkeys([*before, *earlier_sessions])),
     }
 
 

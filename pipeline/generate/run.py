@@ -1,6 +1,9 @@
 """One run from configuration to report: plan, decode what is left, reconcile, report.
 
-After the start a bad row is a failed row. Left out: the checks before it (`plan`), the decoding (`stream`).
+A session is one execution of a command on a run folder. It holds the folder's lease, so that no two sessions work there
+at a time, and begins with a fence, after which no writer of an earlier session can add a file. Once decoding has
+started, a bad row is recorded as failed and never stops the run. Not here: the checks before the start (`plan`) and the
+decoding itself (`stream`).
 """
 
 import time
@@ -14,7 +17,7 @@ from pipeline.formatting import Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import remove_late, settle_rows
+from pipeline.generate.resume import find_work, remove_late
 from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
 from pipeline.generate.stopping import allowed_failures
 from pipeline.generate.stream import stream_rows
@@ -28,7 +31,7 @@ from pipeline.store.run_state import RunState
 @dataclass(frozen=True)
 class RunResult:
     report: dict[str, Any]
-    """`report.json`; of a run whose report could not be made, its counts and books alone."""
+    """`report.json`; only row counts if the report could not be made."""
     folder: RunFolder
     failures_allowed: float
     """Rows that may fail, by `limits.max_failed_rows`."""
@@ -40,36 +43,40 @@ class RunResult:
 
 
 def run(config: JobConfig, log: Log) -> RunResult:
-    """Generates the corpus that `config` asks for. ConfigError: nothing was started. Anything else raised: it broke."""
+    """Generates the corpus that `config` asks for.
+
+    Raises ConfigError if nothing was started; any other exception means that the run failed midway.
+    """
     planned = plan_run(config, log)
     if planned.earlier is not None:
         compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
         if planned.is_finished:
             log(f"{planned.folder.shown}: finished before, nothing to do")
-            return was_finished(planned)
+            return result_of_finished(planned)
     session = uuid.uuid4().hex[:12]
     with Lease(planned.folder, session, log) as lease:
-        former = [] if lease.followed is None else [lease.followed]
+        earlier_sessions = [] if lease.previous_session is None else [lease.previous_session]
         if config.output.if_exists == "overwrite":
-            former += _clear(planned.folder, session, lease)
+            earlier_sessions += _clear(planned.folder, session, lease)
         elif planned.folder.read_state() != planned.earlier:
             raise ConfigError("output.path", f"another run has worked in {planned.folder.shown} meanwhile; start again")
-        return _execute(planned, session, former, lease, log)
+        return _execute(planned, session, earlier_sessions, lease, log)
 
 
 def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
-    """Removes the run that is there, but for its `run.json`; its sessions, whose writers may still come."""
+    """Removes the run that is there except for its `run.json`; returns its sessions, since their writers may still be
+    alive."""
     old = folder.read_any_state()  # an older version's, too: all of it goes
     folder.fence(session, lease.check)  # first: a writer of the old run must not add to the new one
     folder.clear(session, lease.check)
     return [*old.get("former", []), *(one["id"] for one in old["sessions"])] if old else []
 
 
-def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease, log: Log) -> RunResult:
+def _execute(planned: PlannedRun, session: str, earlier_sessions: list[str], lease: Lease, log: Log) -> RunResult:
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
         finish_commit(folder, earlier, log, lease.check)
-    state = first_state(planned, session, "running", former)
+    state = first_state(planned, session, "running", earlier_sessions)
     if earlier is None:
         folder.write_state(state, lease.check)  # before anything else lies there: a folder without it cannot be resumed
     folder.fence(session, lease.check)
@@ -78,7 +85,7 @@ def _execute(planned: PlannedRun, session: str, former: list[str], lease: Lease,
         folder.remove_empty(lease.check, log)
     known = folder.all_data_files()
     state["known"] = [folder.name(path) for path in known]
-    work = settle_rows(planned, known, log)
+    work = find_work(planned, known, log)
     folder.write_state(state, lease.check)
     if work.num_left:
         stream_rows(planned, work, state, lease, log)
@@ -99,7 +106,7 @@ def finish_run(planned: PlannedRun, state: RunState, lease: Lease, log: Log) -> 
     report = finish_report(folder, state | {"state": "finished"}, log, lease.check)
     lease.check()
     fault_point("leaving")
-    folder.leave(session["id"])
+    folder.release(session["id"])
     state.pop("known", None)
     folder.write_state(
         state | {"state": "finished", "report": report}, lease.check
@@ -107,7 +114,7 @@ def finish_run(planned: PlannedRun, state: RunState, lease: Lease, log: Log) -> 
     return _result(planned, report)
 
 
-def was_finished(planned: PlannedRun) -> RunResult:
+def result_of_finished(planned: PlannedRun) -> RunResult:
     """The result of a run that is done already."""
     assert planned.earlier is not None
     return _result(planned, planned.earlier["report"], was_finished=True)

@@ -146,7 +146,7 @@ def unwritable(field: pa.Field, path: str) -> ConfigError:
     )
 
 
-def settle_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+def cast_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with plain columns in place of views."""
     for place, field in enumerate(batch.schema):
         if (plain := without_views(field.type)) != field.type:

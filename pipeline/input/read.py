@@ -14,8 +14,8 @@ from pipeline.config.job import InputConfig
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.columns import (
     cast_plain,
+    cast_views,
     parquet_ids,
-    settle_views,
     to_python,
     to_text,
     without_invalid_utf8,
@@ -144,7 +144,7 @@ def _read_batches(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
             batches = parquet_batches(source, stack.enter_context(pq.ParquetFile(source)), READ_ROWS)
         first = 0
         for whole in batches:
-            batch, is_oversized = without_oversized_lists(settle_views(whole), limit)
+            batch, is_oversized = without_oversized_lists(cast_views(whole), limit)
             sizes = row_sizes(batch)
             for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, rows_per_block)):
                 errors = _Errors(end - start, file.name, first + start)

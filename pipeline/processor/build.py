@@ -25,7 +25,7 @@ from pipeline.estimate.forecast import window_rows
 from pipeline.formatting import Json
 from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR, make_stages
 from pipeline.generate.execution import FewBlocksAhead
-from pipeline.generate.plan import find_chat_template, settle_run_dtype
+from pipeline.generate.plan import find_chat_template, resolve_run_dtype
 from pipeline.input.prompt_templates import Prompter, check_chat_template_is_used, compile_templates
 from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
@@ -69,7 +69,7 @@ class Processor:
             check_columns(schema.names, config)
         cluster = look_at_cluster()
         pool = find_pool(config.actors, cluster)
-        dtype = settle_run_dtype(config, self._model, None, cluster, pool)
+        dtype = resolve_run_dtype(config, self._model, None, cluster, pool)
         tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0)
         size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))
         attempts = start_attempt_tracker(config.limits.max_row_attempts, size, math.inf, 0)

@@ -16,7 +16,7 @@ from ray import serve
 from actors.generator import GeneratorConfig
 from actors.memory import freeze_gc
 from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, check_quantization, worker_path
-from pipeline.cluster.node_backends import look, why_by_torch
+from pipeline.cluster.node_backends import look, reason_for_torch
 from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.formatting import Json
 from pipeline.service.auth import read_keys
@@ -82,7 +82,7 @@ def why_other_bits(dtype: str) -> str | None:
         return None
     here = look()
     own = "float32" if here.backend is None else here.backend.dtype
-    return here.problem or why_by_torch([here], own if dtype == "auto" else dtype)
+    return here.problem or reason_for_torch([here], own if dtype == "auto" else dtype)
 
 
 def make_spec(config: ServeConfig) -> EndpointSpec:

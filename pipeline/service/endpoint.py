@@ -39,7 +39,7 @@ class EndpointSpec:
     """SHA-256 of the API keys; without any, only loopback is answered."""
 
 
-def settle_stall_s(generator: Generator, config: ServeConfig) -> float:
+def resolve_stall_s(generator: Generator, config: ServeConfig) -> float:
     """`limits.stall_s`, or the time of the longest legitimate step if that is more, estimated by timing a prompt.
 
     Otherwise a slow model would be restarted for ever by a request with `engine.max_prefill_tokens`.
@@ -116,7 +116,7 @@ class Endpoint:
             # in a thread that ends: this thread's OpenMP pool would stay and slow down that of the engine thread
             with ThreadPoolExecutor(1, "load") as loader:
                 generator = loader.submit(Generator, spec.generator).result()
-                stall_s = loader.submit(settle_stall_s, generator, config).result()
+                stall_s = loader.submit(resolve_stall_s, generator, config).result()
         self.generator = generator
         engine = EngineConfig(
             scheduler=config.engine.scheduler,

@@ -43,7 +43,7 @@ class Lease:
         self._num_beats = 0
         self._file: int | None = None
         """On a disk, the lease that we made, whatever has its name by now."""
-        self.followed: str | None = None
+        self.previous_session: str | None = None
         """The session whose lease we have taken over."""
         self._is_lost = False
         self._beat_began_s: float | None = None
@@ -60,7 +60,7 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join()
         if self._file is None:
-            # only what we wrote last: not one of `followed`, nor of a successor that we may have written over
+            # only what we wrote last: not one of `previous_session`, nor of a successor that we may have written over
             if not self._is_lost and _look(self._folder) == self._text():
                 self._folder.remove(LEASE)
             return
@@ -78,7 +78,7 @@ class Lease:
         """Whether the lease is ours at this moment."""
         found = _session_of(_look(self._folder))
         if self._file is None:  # one that stood still may write once more, and ends then
-            return found is not None and found in (self._session, self.followed)
+            return found is not None and found in (self._session, self.previous_session)
         return found == self._session and self._is_in_place(self._file)
 
     def _is_in_place(self, file: int) -> bool:
@@ -114,7 +114,7 @@ class Lease:
 
     def _take(self, dead: str | None) -> bool:
         """Whether the lease is ours now, where there was none, or `dead`."""
-        self.followed = _session_of(dead)
+        self.previous_session = _session_of(dead)
         if self._folder.is_local:
             return self._take_on_disk(dead)
         self._beat()

@@ -235,7 +235,7 @@ class RunFolder:
         selector = pafs.FileSelector(self.path(subfolder).rstrip("/"), allow_not_found=True)
         return [self.name(info.path) for info in self.filesystem.get_file_info(selector)]
 
-    def leave(self, session: str) -> None:
+    def release(self, session: str) -> None:
         """Removes what the session has in `checkpoint/`; what another may have begun there stays."""
         for name in (f"{STAGING}/{session}", f"checkpoint/retry-{session}", f"checkpoint/gone-{session}"):
             self.remove(name)

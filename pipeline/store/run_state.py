@@ -105,7 +105,7 @@ class RunState(TypedDict):
     """`JobConfig`, by section."""
     model: ModelState
     decode: dict[str, Json]
-    """The schedule that holds, as it was settled."""
+    """The schedule that holds, as it was resolved."""
     input: InputState
     columns: list[list[str]]
     """Name and type of each column of the data files."""

@@ -46,7 +46,7 @@ class PlannedTraining:
 
     config: FinetuneConfig
     train: TrainConfig
-    """The recipe, with the warm-up that `settle_warmup` chose."""
+    """The recipe, with the warm-up that `resolve_warmup` chose."""
     folder: TrainingFolder
     earlier: TrainingState | None
     """`training/run.json` of the run to resume."""
@@ -101,7 +101,7 @@ def plan_training(config: FinetuneConfig, log: Log) -> PlannedTraining:
     if before is not None and before == model_config.swiftkv:  # they were trained, or fitted
         recipe = replace(recipe, fit_pairs=0)
     steps = num_steps(len(train.tokens), recipe)
-    recipe = replace(recipe, warmup_steps=settle_warmup(recipe.warmup_steps, steps, earlier, log))
+    recipe = replace(recipe, warmup_steps=resolve_warmup(recipe.warmup_steps, steps, earlier, log))
     log(
         f"data: {len(train.tokens)} pairs in {steps} steps of {recipe.batch_size}, {len(held_out.tokens)} pairs for "
         f"validation; {len(train.problems) + len(held_out.problems)} bad rows left out"
@@ -131,20 +131,20 @@ def train_config(section: TrainSection) -> TrainConfig:
     return TrainConfig(**section.model_dump(exclude={"default_schedule", "lora"}))
 
 
-def settle_warmup(asked: int, steps: int, earlier: TrainingState | None, log: Log) -> int:
+def resolve_warmup(asked: int, steps: int, earlier: TrainingState | None, log: Log) -> int:
     """The number of warm-up steps: as asked, or a tenth of `steps` if the training is shorter than that.
 
     A resumed run keeps its own, which `training/run.json` says.
     """
     if earlier is not None:
         return earlier["warmup_steps"]
-    settled = asked if asked < steps else max(1, math.ceil(WARMUP_SHARE * steps))
-    if settled < asked:
+    resolved = asked if asked < steps else max(1, math.ceil(WARMUP_SHARE * steps))
+    if resolved < asked:
         log(
-            f"train.warmup_steps: {asked} lowered to {settled} of {steps} steps, so that the peak learning rate is "
+            f"train.warmup_steps: {asked} lowered to {resolved} of {steps} steps, so that the peak learning rate is "
             "reached, and falls again"
         )
-    return settled
+    return resolved
 
 
 def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState | None]:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster as RayCluster
 
-from pipeline.cluster.node_backends import NodeBackend, find_backends, settle_dtype, why_by_torch, why_no_int8
+from pipeline.cluster.node_backends import (
+    NodeBackend,
+    find_backends,
+    reason_against_int8,
+    reason_for_torch,
+    resolve_dtype,
+)
 from pipeline.cluster.pool import Cluster
 from pipeline.config.job import ConfigError
 from skipdecode.backends import choice
@@ -30,24 +36,24 @@ print(json.dumps({"names": [one.backend.name for one in found], "reason": found[
 
 
 def test_one_type_for_all_workers() -> None:
-    assert settle_dtype("auto", "cpu", (WIDE, WIDE)) == "bfloat16"
-    assert settle_dtype("auto", "cpu", (WIDE, OLD)) == "float32"
-    assert settle_dtype("auto", "cuda", ()) == "bfloat16"
-    assert settle_dtype("float16", "cpu", (OLD,)) == "float16"
+    assert resolve_dtype("auto", "cpu", (WIDE, WIDE)) == "bfloat16"
+    assert resolve_dtype("auto", "cpu", (WIDE, OLD)) == "float32"
+    assert resolve_dtype("auto", "cuda", ()) == "bfloat16"
+    assert resolve_dtype("float16", "cpu", (OLD,)) == "float16"
 
 
 def test_int8_is_refused_by_node() -> None:
-    assert why_no_int8((WIDE, WIDE)) is None
-    assert why_no_int8((WIDE, OLD)) == "the back end is avx2, which has none (on old)"
+    assert reason_against_int8((WIDE, WIDE)) is None
+    assert reason_against_int8((WIDE, OLD)) == "the back end is avx2, which has none (on old)"
 
 
 def test_a_node_without_kernels_is_found() -> None:
     bare = NodeBackend("bare", Choice("torch", "no AVX2", "float32", "the back end is torch"))
-    assert why_by_torch((WIDE, OLD), "float32") is None
-    assert why_by_torch((WIDE,), "bfloat16") is None
-    assert why_by_torch((WIDE, OLD), "bfloat16") == "the back end avx2 (on old) has no kernels for bfloat16"
-    assert why_by_torch((WIDE, bare), "float32") == "the back end torch (on bare) has no kernels for float32"
-    assert why_by_torch((WIDE,), "float16") is not None
+    assert reason_for_torch((WIDE, OLD), "float32") is None
+    assert reason_for_torch((WIDE,), "bfloat16") is None
+    assert reason_for_torch((WIDE, OLD), "bfloat16") == "the back end avx2 (on old) has no kernels for bfloat16"
+    assert reason_for_torch((WIDE, bare), "float32") == "the back end torch (on bare) has no kernels for float32"
+    assert reason_for_torch((WIDE,), "float16") is not None
 
 
 def test_an_embedded_ray_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,5 +32,5 @@ def test_what_a_dead_retry_uploaded_late_is_found(tmp_path: Path) -> None:
     assert not has_all_rows(folder, STATE, notes.append)
     assert "came late; it is removed" in notes[0]
     folder.fence("s2")
-    folder.leave("s2")
+    folder.release("s2")
     assert has_all_rows(folder, STATE, notes.append)

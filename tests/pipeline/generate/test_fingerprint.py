@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import pipeline.generate.fingerprint
 from pipeline.checkpoint import resolve_decode
-from pipeline.cluster.node_backends import look, settle_dtype
+from pipeline.cluster.node_backends import look, resolve_dtype
 from pipeline.config.job import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import (
     compare_files,
@@ -45,7 +45,7 @@ def take(place: Path, **overrides: Any) -> tuple[dict[str, Any], Any]:
     config = build_config(JobConfig, tree)
     decode = resolve_decode(config, read_config(place / "model"), print)
     plan = make_plan(config.input)
-    return fingerprint(config, decode, place / "model", settle_dtype(config.model.dtype, "cpu", (look(),)), plan), plan
+    return fingerprint(config, decode, place / "model", resolve_dtype(config.model.dtype, "cpu", (look(),)), plan), plan
 
 
 def refused(place: Path, state: dict[str, Any], *keys: str, **overrides: Any) -> str:

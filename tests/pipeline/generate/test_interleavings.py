@@ -76,8 +76,8 @@ def ids_of(path: str | Path) -> list[str]:
     return pq.ParquetFile(path).read()["id"].to_pylist()
 
 
-def settle(planned: Any, paths: list[str], log: Any) -> Any:
-    """`settle_rows` without a cluster."""
+def find_work(planned: Any, paths: list[str], log: Any) -> Any:
+    """`find_work` without a cluster."""
     there = Counter(id for path in paths for id in ids_of(path))
     if set(there) - set(ROWS) or set(there.values()) - {1}:
         raise ConfigError("output.path", f"the data files hold {there}")
@@ -119,12 +119,12 @@ class Session:
             return WELL[1]
         with Lease(self.folder, session, lambda _: None) as lease:
             self.lease = lease
-            former = [] if lease.followed is None else [lease.followed]
+            earlier_sessions = [] if lease.previous_session is None else [lease.previous_session]
             if self.mode == "overwrite":
-                former += code._clear(self.folder, session, lease)
+                earlier_sessions += code._clear(self.folder, session, lease)
             elif self.folder.read_state() != earlier:
                 return MEANWHILE
-            code._execute(plan_of(self.folder, earlier), session, former, lease, lambda _: None)
+            code._execute(plan_of(self.folder, earlier), session, earlier_sessions, lease, lambda _: None)
         return WELL[0]
 
     def has_all(self, state: Any) -> bool:
@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
         self.stack = ExitStack()
         for name, value in (("LEASE_S", 0.0), ("BEAT_S", 1e9)):
             self.stack.enter_context(patch(f"pipeline.store.lease.{name}", value))
-        self.stack.enter_context(patch.object(code, "settle_rows", settle))
+        self.stack.enter_context(patch.object(code, "find_work", find_work))
         self.stack.enter_context(patch.object(code, "stream_rows", stream))
         self.stack.enter_context(patch("pipeline.generate.row_accounting.last_sign_of_life", lambda *_: 1.0))
         self.stack.enter_context(turns())

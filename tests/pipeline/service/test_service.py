@@ -16,7 +16,7 @@ from actors.generator import Generator
 from pipeline.config.job import ConfigError
 from pipeline.service.auth import digest, read_keys
 from pipeline.service.config import ServeConfig
-from pipeline.service.endpoint import Endpoint, settle_stall_s
+from pipeline.service.endpoint import Endpoint, resolve_stall_s
 from pipeline.service.errors import ApiError
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
@@ -242,7 +242,7 @@ def test_one_that_cannot_be_decoded_is_500_alone(
 @pytest.mark.slow
 def test_a_slow_model_may_take_longer_over_a_prompt(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one long request would restart the replica again and again."""
-    assert settle_stall_s(generator, ServeConfig.model_validate({"limits": {"stall_s": 200}})) == 200
+    assert resolve_stall_s(generator, ServeConfig.model_validate({"limits": {"stall_s": 200}})) == 200
     config = ServeConfig.model_validate({"limits": {"stall_s": 20}})
     embed = generator.model.embed
 
@@ -251,4 +251,4 @@ def test_a_slow_model_may_take_longer_over_a_prompt(generator: Generator, monkey
         return embed(tokens, positions)
 
     monkeypatch.setattr(generator.model, "embed", slow)
-    assert 0.004 * 4096 * 2 < settle_stall_s(generator, config) < 300
+    assert 0.004 * 4096 * 2 < resolve_stall_s(generator, config) < 300

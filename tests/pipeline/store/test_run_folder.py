@@ -41,7 +41,7 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "data/status=ok/x.parquet").write_text("x")
     (tmp_path / "run.json").write_text("{}")
     RunFolder.open(str(tmp_path)).clear("s1", lambda: None)
-    RunFolder.open(str(tmp_path)).leave("s1")
+    RunFolder.open(str(tmp_path)).release("s1")
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"precious.txt", "run.json"}, "the second knows whose late files may come, until it is replaced"
 
@@ -169,10 +169,10 @@ def test_what_a_session_leaves_is_its_own(tmp_path: Path) -> None:
     folder = RunFolder.open(str(tmp_path))
     folder.fence("s2")
     folder.write_text("checkpoint/retry-s1/x", "")
-    folder.leave("s1")
+    folder.release("s1")
     write_whole(folder.filesystem, folder.root, "data/status=ok/1.parquet", pa.table({"id": ["a"]}), "s2")
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["staging"]
-    folder.leave("s2")
+    folder.release("s2")
     assert not (tmp_path / "checkpoint").exists()
 
 

@@ -42,7 +42,7 @@ def work(folder: RunFolder, session: str, begun: Callable[[], None] = lambda: No
             path = f"data/status=ok/part-{session}-x-{number}.parquet"
             write_whole(folder.filesystem, folder.root, path, pa.table({"id": [f"{session} {number}"]}), session)
         folder.write_state(state_of("finished"))
-        folder.leave(session)
+        folder.release(session)
 
 
 @pytest.fixture(autouse=True)
