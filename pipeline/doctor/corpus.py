@@ -10,8 +10,8 @@ from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, 
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
 from pipeline.formatting import Log
-from pipeline.generate.dataset import make_sampling, tokenize_config
 from pipeline.generate.plan import check_score_columns, find_chat_template, unused_chat_template, used_chat_template
+from pipeline.generate.stage_config import make_sampling, make_tokenize_config
 from pipeline.input.files import Listing
 from pipeline.input.plan import columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
@@ -47,7 +47,7 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, l
     sampling = make_sampling(config)
     source, own = str(worker.model.folder), config.model.tokenizer
     tokenizer = source if own is None else str(resolve_source(own, "model.tokenizer"))
-    tokens = tokenize_config(config, tokenizer, worker.model.config, sampling, listing.format)
+    tokens = make_tokenize_config(config, tokenizer, worker.model.config, sampling, listing.format)
     wide = sample_rows(plan, config.input, prompter, tokens, sampling, SAMPLED_ROWS)
     if not wide.requests:
         raise ConfigError("input.path", f"none of the first {wide.num_rows} rows can be decoded: {wide.problem}")

@@ -35,7 +35,7 @@ from pipeline.doctor.facts import (
 )
 from pipeline.doctor.versions import check_versions
 from pipeline.formatting import Json, Log
-from pipeline.generate.dataset import local_paths, make_generator
+from pipeline.generate.stage_config import local_paths, make_generator_config
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
 from pipeline.store.run_folder import RunFolder
@@ -233,7 +233,9 @@ def choice(
     if config.model.quantization is not None and cpu_backend().no_int8 is not None:
         return found
     log(f"model: loading {model.source} on {device}")
-    generator = worker.generator = Generator(make_generator(config, model, dtype, pool, local_paths(config, model)))
+    generator = worker.generator = Generator(
+        make_generator_config(config, model, dtype, pool, local_paths(config, model))
+    )
     if generator.graphs is not None:
         log(f"CUDA graphs: {generator.graphs.describe()}")
     sizes = {str(bucket): generator.batch_size(bucket, new) for bucket in buckets}

@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,10 @@ from pipeline.cluster.ray_internals import set_last_stage_cpus, use_policies, wi
 from pipeline.config.job import JobConfig, build_config, load_config
 from pipeline.estimate.forecast import window_rows
 from pipeline.formatting import Json
-from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR, make_stages
+from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
 from pipeline.generate.execution import FewBlocksAhead
 from pipeline.generate.plan import find_chat_template, resolve_run_dtype
+from pipeline.generate.stage_config import make_stage_configs
 from pipeline.input.prompt_templates import Prompter, check_chat_template_is_used, compile_templates
 from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
@@ -70,7 +72,8 @@ class Processor:
         cluster = look_at_cluster()
         pool = find_pool(config.actors, cluster)
         dtype = resolve_run_dtype(config, self._model, None, cluster, pool)
-        tokens, generator = make_stages(config, self._model, dtype, pool, baseline_fraction=0.0)
+        tokens, generator = make_stage_configs(config, self._model, dtype, pool)
+        generator = replace(generator, baseline_fraction=0.0)  # without a report, nobody would see a baseline
         size = window_rows(config, pool.max_size, sys.maxsize, has_gpu=bool(pool.num_gpus))
         attempts = start_attempt_tracker(config.limits.max_row_attempts, size, math.inf, 0)
         # a small dataset cannot use all the tasks it may have, and need not

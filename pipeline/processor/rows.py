@@ -36,8 +36,9 @@ from pipeline.schema import (
     STATUS,
     score_schema,
 )
+from pipeline.stages.finish import finish
 from pipeline.stages.packed_window import unpack
-from pipeline.stages.tokenize import TOKENS, TokenizeConfig, finish, tokenize
+from pipeline.stages.tokenize import TOKENS, TokenizeConfig, tokenize
 
 Value: TypeAlias = Json | bytes | np.ndarray
 """A value of a row, as Ray Data passes it to a function."""

@@ -1,7 +1,7 @@
-"""The CPU tasks of Ray Data before and after decoding: tokenise rows, and finish them.
+"""The stage of Ray Data before decoding: adds the tokens of each prompt, on CPUs.
 
-Each takes and gives Arrow tables with as many rows as it got; a row that cannot be done is a failed row. Columns that
-are not ours pass through untouched. The columns are `pipeline.schema`.
+It takes and returns an Arrow table with the same rows; a row that cannot be decoded is marked as failed. Columns of the
+input pass through untouched; our own are `pipeline.schema`. Not here: turning tokens back into text (`finish`).
 """
 
 import json
@@ -11,25 +11,18 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pipeline.openai.parameters import asks_for_choice
 from pipeline.schema import (
     BAD_PARAMETERS,
-    CHOICE,
     ENGINE_ERROR,
-    OUTPUT_SCHEMA,
     PROMPT,
     PROMPT_MISSING,
     PROMPT_NOT_TEXT,
     PROMPT_TOKENS,
     PROMPT_TOO_LONG,
     SAMPLING,
-    STATUS,
-    score_schema,
 )
-from pipeline.stages.openai_choices import NOT_SAMPLING, choice_of
-from skipdecode.checkpoint.detokenizer import cut_at_stop
+from pipeline.stages.openai_choices import NOT_SAMPLING
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
@@ -71,14 +64,14 @@ class TokenizeConfig:
 
 
 @lru_cache(maxsize=2)
-def _tokenizer(source: str, model: DecoderConfig) -> Tokenizer:
+def load_tokenizer(source: str, model: DecoderConfig) -> Tokenizer:
     """Built once per worker process, not once per block."""
     return Tokenizer(source, model)
 
 
 def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
     """Adds the prompt's tokens and their number; marks rows that cannot be decoded."""
-    tokenizer = _tokenizer(config.source, config.model)
+    tokenizer = load_tokenizer(config.source, config.model)
     prompts, given = table[PROMPT].to_pylist(), table[PROMPT_TOKENS].to_pylist()
     codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
     samplings, is_rendered = table[SAMPLING].to_pylist(), config.is_rendered(table)
@@ -185,43 +178,6 @@ def fit_prompt(
         return ids[:max_prompt_tokens], None
     kept = ids[: min(len(front), max_prompt_tokens)]  # BOS stays in front whichever side is cut
     return [*kept, *ids[len(ids) - max_prompt_tokens + len(kept) :]], None
-
-
-def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
-    """Adds the text and the status, and puts the columns in the order of the contract."""
-    tokenizer = _tokenizer(config.source, config.model)
-    names = ("generated_tokens", "layers_run", "ffns_run", "finish_reason", "error_code", "error_message")
-    tokens, layers, ffns, reasons, codes, messages = (table[name].to_pylist() for name in names)
-    texts = [""] * len(codes)
-    choices: list[str | None] = [None] * len(codes)
-    prompts = table[PROMPT_TOKENS].to_pylist() if config.has_choices else []
-    for row, own in enumerate(table[SAMPLING].to_pylist()):
-        try:
-            text = tokenizer.decode(tokens[row])
-            stop = row_sampling(config.sampling, own).stop if reasons[row] == "stop" else ()
-            texts[row] = cut_at_stop(text, stop)
-            if config.has_choices and not codes[row] and asks_for_choice(own):
-                choices[row] = choice_of(own, prompts[row], tokens[row], texts[row], tokenizer.decode)
-        except Exception as error:  # whatever one row makes a library raise is that row's failure
-            codes[row], messages[row] = ENGINE_ERROR, describe(error)
-            tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"
-    scores = score_schema(config.sampling)
-    columns = {
-        "generated_text": pa.array(texts, pa.string()),
-        "generated_tokens": pa.array(tokens, TOKENS),
-        "num_generated_tokens": pa.array([len(t) for t in tokens], pa.int32()),
-        "finish_reason": pa.array(reasons, pa.string()),
-        "layers_run": pa.array(layers, pa.int32()),
-        "ffns_run": pa.array(ffns, pa.int32()),
-        "error_code": pa.array(codes, pa.string()),
-        "error_message": pa.array(messages, pa.string()),
-        STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),
-    }
-    is_good = pa.array([not code for code in codes])
-    columns |= {name: pc.if_else(is_good, table[name], None) for name in scores.names}
-    columns |= {CHOICE: pa.array(choices, pa.string())} if config.has_choices else {}
-    added = [*scores.names, *([CHOICE] if config.has_choices else ())]
-    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *added, *extra_names, STATUS])
 
 
 def with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:

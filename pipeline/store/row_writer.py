@@ -20,7 +20,6 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.arrow_cast import with_schema
-from pipeline.cluster.ray_internals import number_of_task
 from pipeline.fault_injection import fault_point
 from pipeline.schema import STATUS
 from pipeline.store.atomic_files import make_folder, put, sync
@@ -57,10 +56,14 @@ class RunSink:
         self,
         table: pa.Table,
         finish: Callable[[pa.Table], pa.Table],
+        number_of_task: Callable[[], tuple[int, int]],
         unpack: Callable[[pa.Table], pa.Table] | None = None,
     ) -> pa.Table:
-        """`finish` makes finished rows of those that `unpack` makes of `table`: here, since between two stages Ray cuts
-        blocks by their bytes, which a task that is repeated may not do in the same place."""
+        """Unpacks, finishes and writes rows; returns no rows.
+
+        The three are one stage because Ray cuts blocks between stages by their bytes, and a repeated task may get other
+        rows. `number_of_task`: the task's number, and how many files it has begun; the same when it is repeated.
+        """
         if unpack is not None:
             if not table.num_rows:
                 return table
@@ -68,7 +71,8 @@ class RunSink:
         parts = range(0, max(table.num_rows, 1), FINISHED_AT_ONCE)
         finished = pa.concat_tables([finish(table.slice(at, FINISHED_AT_ONCE)) for at in parts])
         if finished.num_rows:
-            self.write(finished, next_name())
+            task, batch = number_of_task()
+            self.write(finished, f"{task:06d}-{batch:03d}")
         return finished.select([STATUS]).slice(0, 0)
 
     def write(self, table: pa.Table, name: str) -> None:
@@ -103,12 +107,6 @@ class RunSink:
             self.filesystem.delete_file(target)
             if isinstance(self.filesystem, pafs.LocalFileSystem):
                 sync(os.path.dirname(target))  # else it might be there again, beside the other, when the machine is up
-
-
-def next_name() -> str:
-    """The file name of the next batch of this task of Ray Data; the same when the task is repeated."""
-    task, batch = number_of_task()
-    return f"{task:06d}-{batch:03d}"
 
 
 def check_session(filesystem: pafs.FileSystem, root: str, session: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages import tokenize as stages
-from pipeline.stages.tokenize import TokenizeConfig, finish, tokenize
+from pipeline.stages.finish import finish
+from pipeline.stages.tokenize import TokenizeConfig, tokenize
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling

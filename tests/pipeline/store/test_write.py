@@ -18,6 +18,7 @@ from ray.data import TaskPoolStrategy
 from ray.data._internal.execution.interfaces.task_context import TaskContext
 
 from pipeline.cluster.pool import STAGE_CPUS
+from pipeline.cluster.ray_internals import number_of_task
 from pipeline.generate.dataset import MAX_FILES, rows_per_file
 from pipeline.generate.stopping import RunStopped, reason_to_stop
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
@@ -60,7 +61,7 @@ def finished(numbers: pa.Table) -> pa.Table:
 def write(rows: ray.data.Dataset, sink: RunSink, finish: Callable[[pa.Table], pa.Table] = finished) -> None:
     light: dict[str, Any] = {"num_cpus": STAGE_CPUS, "batch_format": "pyarrow", "compute": TaskPoolStrategy(size=2)}
     for _ in rows.map_batches(
-        sink, fn_kwargs={"finish": finish}, batch_size=sink.rows_per_file, **light
+        sink, fn_kwargs={"finish": finish, "number_of_task": number_of_task}, batch_size=sink.rows_per_file, **light
     ).iter_batches():
         pytest.fail("a row came out")
 
@@ -125,8 +126,8 @@ def test_many_rows_are_finished_a_few_at_a_time(tmp_path: Path, monkeypatch: pyt
 
     with TaskContext.current(TaskContext(0, "here")):
         sink = sink_into(tmp_path)
-        assert sink(pa.table({"id": pa.array(range(10))}), finish).num_rows == 0
-        assert sink(pa.table({"id": pa.array([], pa.int64())}), finish).num_rows == 0
+        assert sink(pa.table({"id": pa.array(range(10))}), finish, number_of_task).num_rows == 0
+        assert sink(pa.table({"id": pa.array([], pa.int64())}), finish, number_of_task).num_rows == 0
     assert sizes == [4, 4, 2, 0]
     assert [len(ids) for ids in files(tmp_path).values()] == [6]
 

@@ -1,0 +1,53 @@
+"""The stage of Ray Data after decoding: turns generated tokens into text and sets each row's status, on CPUs.
+
+It runs in the task that also writes the rows (`pipeline.store.row_writer`), and has no torch.
+"""
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.openai.parameters import asks_for_choice
+from pipeline.schema import CHOICE, ENGINE_ERROR, OUTPUT_SCHEMA, PROMPT_TOKENS, SAMPLING, STATUS, score_schema
+from pipeline.stages.openai_choices import choice_of
+from pipeline.stages.tokenize import TOKENS, TokenizeConfig, describe, load_tokenizer, row_sampling, with_columns
+from skipdecode.checkpoint.detokenizer import cut_at_stop
+
+
+def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
+    """Adds the text and the status, and orders the columns as `OUTPUT_SCHEMA` does.
+
+    `extra_names`: the columns of the input that follow. A row that cannot be turned into text fails.
+    """
+    tokenizer = load_tokenizer(config.source, config.model)
+    names = ("generated_tokens", "layers_run", "ffns_run", "finish_reason", "error_code", "error_message")
+    tokens, layers, ffns, reasons, codes, messages = (table[name].to_pylist() for name in names)
+    texts = [""] * len(codes)
+    choices: list[str | None] = [None] * len(codes)
+    prompts = table[PROMPT_TOKENS].to_pylist() if config.has_choices else []
+    for row, own in enumerate(table[SAMPLING].to_pylist()):
+        try:
+            text = tokenizer.decode(tokens[row])
+            stop = row_sampling(config.sampling, own).stop if reasons[row] == "stop" else ()
+            texts[row] = cut_at_stop(text, stop)
+            if config.has_choices and not codes[row] and asks_for_choice(own):
+                choices[row] = choice_of(own, prompts[row], tokens[row], texts[row], tokenizer.decode)
+        except Exception as error:  # whatever one row makes a library raise is that row's failure
+            codes[row], messages[row] = ENGINE_ERROR, describe(error)
+            tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"
+    scores = score_schema(config.sampling)
+    columns = {
+        "generated_text": pa.array(texts, pa.string()),
+        "generated_tokens": pa.array(tokens, TOKENS),
+        "num_generated_tokens": pa.array([len(t) for t in tokens], pa.int32()),
+        "finish_reason": pa.array(reasons, pa.string()),
+        "layers_run": pa.array(layers, pa.int32()),
+        "ffns_run": pa.array(ffns, pa.int32()),
+        "error_code": pa.array(codes, pa.string()),
+        "error_message": pa.array(messages, pa.string()),
+        STATUS: pa.array(["failed" if code else "ok" for code in codes], pa.string()),
+    }
+    is_good = pa.array([not code for code in codes])
+    columns |= {name: pc.if_else(is_good, table[name], None) for name in scores.names}
+    columns |= {CHOICE: pa.array(choices, pa.string())} if config.has_choices else {}
+    added = [*scores.names, *([CHOICE] if config.has_choices else ())]
+    return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *added, *extra_names, STATUS])
