@@ -56,6 +56,6 @@ class ProcessorStage(DecodeStage):
 
     model_class: type[ModelThread] = KeyedModelThread
 
-    def window(self, table: pa.Table) -> Window:
-        window = super().window(table)
+    def make_window(self, table: pa.Table) -> Window:
+        window = super().make_window(table)
         return replace(window, requests=[with_key(request) for request in window.requests])

@@ -88,7 +88,7 @@ class Worker:
     since: float
     part: tuple[str, ...] = ()
     """Ids of the rows in hand."""
-    last_words: str = ""
+    exit_reason: str = ""
     starts: int = 1
     deaths_in_a_row: int = 0
     start_deaths: int = 0
@@ -122,25 +122,25 @@ class AttemptTracker:
         self._num_failed = failed  # these, and those of earlier sessions
         self._verdict: RunVerdict | None = None
 
-    def starting(self, name: str, process: WorkerProcess) -> str | None:
-        """A process begins to load worker `name`; gives back why it should not."""
+    def worker_starting(self, name: str, process: WorkerProcess) -> str | None:
+        """A process begins to load worker `name`. Returns why it should not, or None."""
         worker = self._workers.get(name)
         if worker is None:
             self._workers[name] = Worker(process, "loading", time.time())
             return self._stop_reason()
         self._died(name, worker)
         worker.process, worker.state, worker.since = process, "loading", time.time()
-        worker.part, worker.last_words = (), ""
+        worker.part, worker.exit_reason = (), ""
         worker.starts += 1
         return self._stop_reason()
 
-    def ready(self, name: str) -> None:
+    def worker_ready(self, name: str) -> None:
         """The worker has loaded its model."""
         worker = self._workers[name]
         worker.state, worker.since, worker.start_deaths = "waiting", time.time(), 0
 
-    def begin(self, name: str, ids: Sequence[str]) -> WindowPlan | str:
-        """A window comes to a worker: how to decode it; or why to stop, in words."""
+    def plan_window(self, name: str, ids: Sequence[str]) -> WindowPlan | str:
+        """How the worker is to decode these rows; or, as a text, why the run is to stop."""
         if self._verdict is not None:
             return self._verdict["reason"]
         quarantined = {row: self._describe_deaths(row) for row in ids if self._is_quarantined(row)}
@@ -153,16 +153,16 @@ class AttemptTracker:
             parts.insert(0, clear)
         plan = WindowPlan(self._with_controls(parts, answers), answers, quarantined, is_clear=not suspects)
         if plan.parts:
-            self.take(name, plan.parts[0])
+            self.part_started(name, plan.parts[0])
         return plan
 
-    def take(self, name: str, part: tuple[str, ...]) -> None:
+    def part_started(self, name: str, part: tuple[str, ...]) -> None:
         """The worker is about to decode these rows."""
         worker = self._workers[name]
         worker.state, worker.since, worker.part = "decoding", time.time(), part
 
-    def decoded(self, name: str, answers: "dict[str, Answer] | None") -> None:
-        """The part is decoded; `answers` are kept until the window is finished, for windows that have several parts."""
+    def part_decoded(self, name: str, answers: "dict[str, Answer] | None") -> None:
+        """The worker's part is decoded; `answers` of a window in several parts are kept until it is finished."""
         worker = self._workers[name]
         worker.deaths_in_a_row = 0
         for row in worker.part:
@@ -171,7 +171,7 @@ class AttemptTracker:
         worker.part = ()
         self._answers |= answers or {}
 
-    def finished(self, name: str, window: str, ids: Sequence[str], failed: int) -> None:
+    def window_finished(self, name: str, window: str, ids: Sequence[str], failed: int) -> None:
         """The window of that name is done with; `failed` of its rows failed, here or before."""
         worker = self._workers[name]
         worker.state, worker.since = "waiting", time.time()
@@ -183,11 +183,11 @@ class AttemptTracker:
             self._failed[window] = failed
             self._check_budget()
 
-    def dying(self, name: str, reason: str) -> None:
-        """Last words of a process that is about to end itself."""
-        self._workers[name].last_words = reason
+    def worker_dying(self, name: str, reason: str) -> None:
+        """A process is about to end itself, for this reason."""
+        self._workers[name].exit_reason = reason
 
-    def cannot_load(self, name: str, reason: str) -> None:
+    def worker_cannot_load(self, name: str, reason: str) -> None:
         """The model cannot be loaded, and another try would not help: the run ends."""
         self._verdict = self._verdict or {"kind": "workers", "reason": f"worker {name} cannot start: {reason}"}
 
@@ -222,7 +222,7 @@ class AttemptTracker:
         part = worker.part
         if len(part) == 1 and part[0] not in self._answers:  # a row decoded fine before is no suspect
             self._parts[part[0]] = part
-            self._deaths.setdefault(part[0], []).append(Death(worker.process, worker.last_words))
+            self._deaths.setdefault(part[0], []).append(Death(worker.process, worker.exit_reason))
         elif len(part) > 1:
             middle = len(part) // 2
             for half in (part[:middle], part[middle:]):
@@ -266,7 +266,7 @@ class AttemptTracker:
 
     def _end(self, name: str, what: str, worker: Worker) -> None:
         reason = (
-            f"worker {name} {what}, the last time on {Death(worker.process, worker.last_words)}: the worker or its "
+            f"worker {name} {what}, the last time on {Death(worker.process, worker.exit_reason)}: the worker or its "
             f"node is at fault, not a row; Ray's logs on that node have more (worker-*-{worker.process.pid}.err)"
         )
         self._verdict = self._verdict or {"kind": "workers", "reason": reason}

@@ -1,7 +1,7 @@
 """The decode stage of Ray Data: one actor of the pool, Arrow tables in and out.
 
-A window of rows takes this way: `DecodeStage.__call__` -> `WindowDecoder.answer` -> `ModelThread.decode` ->
-`actors.generator.Generator`.
+A window (the rows that one actor takes per call) takes this path: `DecodeStage.__call__` -> `WindowDecoder.answer` ->
+`ModelThread.decode` -> `actors.generator.Generator`.
 """
 
 import os
@@ -36,19 +36,21 @@ class DecodeStage:
         attempts: ActorHandle,
         steal_queue: ActorHandle | None = None,
     ) -> None:
-        """Actor handles of `MetricsCollector`, `AttemptTracker` and `StealQueue`. StopRun where the attempt tracker has
-        ended the run; a model that cannot be loaded ends it too."""
+        """Loads the model. The handles are those of `MetricsCollector`, `AttemptTracker` and `StealQueue`.
+
+        Raises StopRun if the attempt tracker has ended the run; a failed load also ends it.
+        """
         context = ray.get_runtime_context()
         self.worker: str = context.get_actor_id()[:12]  # the same after a restart on another host
         self._sampling, self._attempts = sampling, attempts
         process = WorkerProcess(context.get_node_id(), socket.gethostname(), os.getpid())
-        stop = ray.get(attempts.starting.remote(self.worker, process))
+        stop = ray.get(attempts.worker_starting.remote(self.worker, process))
         if stop is not None:
             raise StopRun(stop)
         fault_point("load")
         model = self._load(config)
         freeze_gc()
-        attempts.ready.remote(self.worker)
+        attempts.worker_ready.remote(self.worker)
         collector.worker_started.remote(
             self.worker,
             {
@@ -66,24 +68,29 @@ class DecodeStage:
             self._decoder.start_stealing()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The window's rows, as `tokenize` leaves them, with what was generated for each; packed into one row."""
+        """Takes a window's rows, as `tokenize` leaves them, and adds what was generated for each.
+
+        Returns them packed into a single row, since Ray might split a table, and differently when the window is decoded
+        again (`packed_window`).
+        """
         with self._decoder.lock:
-            window = self.window(table)
+            window = self.make_window(table)
             self._decoder.begin_window(window.num_failed)
-            done, num_failed = window.answered(self._decoder.answer(window.requests))
-            self._attempts.finished.remote(self.worker, window.name, window.ids, num_failed)
+            done, num_failed = window.with_answers(self._decoder.answer(window.requests))
+            self._attempts.window_finished.remote(self.worker, window.name, window.ids, num_failed)
             return pack(done)
 
-    def window(self, table: pa.Table) -> Window:
-        """The rows of a table that are to be decoded."""
+    def make_window(self, table: pa.Table) -> Window:
+        """The window of these rows, with a request for each row that can be decoded."""
         return Window.of(table, self._sampling)
 
     def _load(self, config: GeneratorConfig) -> ModelThread:
         try:
-            return self.model_class(config, self._last_words)
+            return self.model_class(config, self._report_exit)
         except Exception as error:
-            ray.get(self._attempts.cannot_load.remote(self.worker, f"{type(error).__name__}: {error}"))
+            ray.get(self._attempts.worker_cannot_load.remote(self.worker, f"{type(error).__name__}: {error}"))
             raise
 
-    def _last_words(self, reason: str) -> None:
-        ray.get(self._attempts.dying.remote(self.worker, reason))
+    def _report_exit(self, reason: str) -> None:
+        """Tells the attempt tracker why this process is about to exit."""
+        ray.get(self._attempts.worker_dying.remote(self.worker, reason))

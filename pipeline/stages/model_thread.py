@@ -22,9 +22,9 @@ class ModelThread:
     long again, so one thread loads the model and decodes both the worker's own windows and stolen parts.
     """
 
-    def __init__(self, config: GeneratorConfig, last_words: Callable[[str], None]) -> None:
-        """`last_words` is called with the reason before the process ends itself. Raises what loading raises."""
-        self._last_words = last_words
+    def __init__(self, config: GeneratorConfig, report_exit: Callable[[str], None]) -> None:
+        """`report_exit` is called with the reason before the process ends itself. Raises what loading raises."""
+        self._report_exit = report_exit
         self._thread = ThreadPoolExecutor(1, "decode")
         self.generator = self._thread.submit(Generator, config).result()
 
@@ -35,7 +35,7 @@ class ModelThread:
         except Exception as error:
             if not is_device_lost(error, self.generator.devices):
                 raise
-            self._last_words(f"{type(error).__name__}: {error}"[:500])
+            self._report_exit(f"{type(error).__name__}: {error}"[:500])
             os._exit(1)
 
     def batches(self, requests: Sequence[Request]) -> list[list[Request]]:

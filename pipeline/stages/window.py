@@ -1,4 +1,4 @@
-"""A micro-batch window of rows: from an Arrow table to requests, and from answers back to the table. No decoding."""
+"""A window, the rows that one actor takes per call: from an Arrow table to requests, and from answers to the table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,8 @@ from skipdecode.engine.results import Completion, TokenLogprobs
 
 @dataclass(frozen=True)
 class Window:
+    """The rows that one actor takes per call."""
+
     table: pa.Table
     name: str
     """Stays the same when Ray repeats the window."""
@@ -57,7 +59,7 @@ class Window:
         """Rows that have failed before."""
         return int(self.table.num_rows) - len(self.rows)
 
-    def answered(self, answers: Sequence[Answer]) -> tuple[pa.Table, int]:
+    def with_answers(self, answers: Sequence[Answer]) -> tuple[pa.Table, int]:
         """The table with what was generated, and how many of its rows have failed in all. One answer per request."""
         count = self.table.num_rows
         codes, messages = self.table["error_code"].to_pylist(), self.table["error_message"].to_pylist()

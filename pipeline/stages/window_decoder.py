@@ -1,9 +1,16 @@
-"""Decodes the micro-batch windows of one worker, and keeps the attempt tracker and the collector informed.
+"""Decodes the windows of one worker, and keeps the attempt tracker and the collector informed.
 
-The attempt tracker says which rows of a window are decoded together, so that a row that kills workers is found and
-quarantined (`pipeline.stages.attempt_tracker`). Towards the end of a run idle workers steal parts of the windows that
-others still have (`pipeline.stages.work_stealing`). If the steal queue is lost, nothing is shared from then on, and the
-run is otherwise unaffected.
+`WindowDecoder.answer` asks the attempt tracker how to decode a window, and then goes one of three ways:
+
+- Normally no row is under suspicion and no worker is idle: the window is decoded batch by batch
+  (`_answer_sharing_batches`).
+- When other workers are idle, at the end of a run, the batches that are left are offered to them in the steal queue
+  (`_share`), and an idle worker decodes what others offer (`steal`). Each window is still returned by its owner, which
+  decodes again what no thief delivers in time. If the queue is lost, workers stop sharing and the run goes on.
+- After the death of a worker that had these rows in hand, the tracker divides them into parts, which are decoded one
+  by one until the row that kills workers is found (`_answer_part_by_part`). Quarantined rows are not decoded at all.
+
+Whatever the way, the tracker is told of rows before they are decoded and after.
 """
 
 import threading
@@ -26,7 +33,7 @@ from skipdecode.engine.request import Request
 
 POLL_S = 0.05, 0.5  # an idle worker asks for work as often as this, at first and after a while
 MIN_SHARED_ROWS = 4  # a part is not split into smaller ones than this
-STEAL_TIMEOUT_S = 20.0  # how long an owner waits for stolen parts, beside three times its own longest part
+STEAL_TIMEOUT_S = 20.0  # how long an owner waits for stolen parts, in addition to three times its own longest part
 
 
 class WindowDecoder:
@@ -56,41 +63,41 @@ class WindowDecoder:
         self.num_windows += 1
         if self.steal_queue is not None:
             self.steal_queue.window_begun.remote(self.worker)
-        self._record(time.time(), num_failed, num_failed)
+        self._report_rows(time.time(), num_failed, num_failed)
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """One answer per request, in order, decoded as the attempt tracker plans it. StopRun when it ends the run."""
         by_id = {request.id: request for request in requests}
-        plan: WindowPlan | str = ray.get(self.attempts.begin.remote(self.worker, list(by_id)))
+        plan: WindowPlan | str = ray.get(self.attempts.plan_window.remote(self.worker, list(by_id)))
         if isinstance(plan, str):
             raise StopRun(plan)
         quarantined = {row: RowFailure(POISON_ROW, why) for row, why in plan.quarantined.items()}
-        self._record(time.time(), len(quarantined), len(quarantined))
+        self._report_rows(time.time(), len(quarantined), len(quarantined))
         if self.steal_queue is not None and plan.is_clear and plan.parts:
-            answers = plan.answers | self._answer_shared([by_id[row] for row in plan.parts[0]])
+            answers = plan.answers | self._answer_sharing_batches([by_id[row] for row in plan.parts[0]])
         else:
-            answers = self._answer_parts(plan, by_id)
+            answers = self._answer_part_by_part(plan, by_id)
         answers |= quarantined
         return [answers[request.id] for request in requests]
 
-    def _answer_parts(self, plan: WindowPlan, by_id: dict[str, Request]) -> dict[str, Answer]:
-        """The answers known before, and those of all parts of the plan. The first part is in hand already."""
+    def _answer_part_by_part(self, plan: WindowPlan, by_id: dict[str, Request]) -> dict[str, Answer]:
+        """Answers by row id: those that an earlier attempt made, and those of the plan's parts, decoded one by one."""
         answers = dict(plan.answers)
         for number, part in enumerate(plan.parts):
-            if number:
-                ray.get(self.attempts.take.remote(self.worker, part))
+            if number:  # the tracker has noted the first part already
+                ray.get(self.attempts.part_started.remote(self.worker, part))
             made: dict[str, Answer] = {}
             if part:
                 made = self._decode([by_id[row] for row in part], known=answers.keys())
             else:  # a control: the worker shows that it can decode anything at all
                 self.model.check()
-            self.attempts.decoded.remote(self.worker, made if len(plan.parts) > 1 else None)
+            self.attempts.part_decoded.remote(self.worker, made if len(plan.parts) > 1 else None)
             answers |= made
         return answers
 
-    def _answer_shared(self, requests: Sequence[Request]) -> dict[str, Answer]:
+    def _answer_sharing_batches(self, requests: Sequence[Request]) -> dict[str, Answer]:
         """Answers by row id, decoded batch by batch, the longest first. Once other workers are idle, the batches that
-        are left are offered to them."""
+        are left are shared with them."""
         left = longest_first(self.model.batches(requests))
         answers: dict[str, Answer] = {}
         while left:
@@ -105,7 +112,7 @@ class WindowDecoder:
                     if part[0].id not in answers:  # a thief may have died of these rows: plan them as a window
                         answers |= zip((request.id for request in part), self.answer(part), strict=True)
                 return answers
-            answers |= self._take(left.pop(0))
+            answers |= self._decode_part(left.pop(0))
         return answers
 
     def _num_idle(self) -> int:
@@ -118,7 +125,10 @@ class WindowDecoder:
             return 0
 
     def _share(self, parts: Sequence[Sequence[Request]], answers: dict[str, Answer]) -> None:
-        """Offers the parts to other workers; adds the answers of its own parts and of those that come in time."""
+        """Offers the parts to other workers and decodes those that nobody takes.
+
+        Adds the answers of both to `answers`; those of a thief that takes too long are missing.
+        """
         queue = self.steal_queue
         if queue is None:
             return
@@ -126,7 +136,7 @@ class WindowDecoder:
         ray.get(queue.share.remote(key, self.worker, parts))
         while (mine := ray.get(queue.take.remote(key))) is not None:
             started = time.monotonic()
-            answers |= self._take(parts[mine])
+            answers |= self._decode_part(parts[mine])
             longest_s = max(longest_s, time.monotonic() - started)
             fault_point("sharing")
         ends_at = time.monotonic() + STEAL_TIMEOUT_S + 3 * longest_s
@@ -164,17 +174,17 @@ class WindowDecoder:
         stolen: StolenPart | None = None if queue is None else ray.get(queue.steal.remote(self.worker))
         if queue is None or stolen is None:
             return False
-        queue.complete.remote(stolen, self._take(stolen.requests, is_stolen=True))
-        self.attempts.finished.remote(self.worker, "", (), 0)
+        queue.complete.remote(stolen, self._decode_part(stolen.requests, is_stolen=True))
+        self.attempts.window_finished.remote(self.worker, "", (), 0)
         return True
 
-    def _take(self, requests: Sequence[Request], is_stolen: bool = False) -> dict[str, Answer]:
-        """Answers by row id; the attempt tracker knows meanwhile that this worker has the rows in hand."""
-        ray.get(self.attempts.take.remote(self.worker, tuple(request.id for request in requests)))
+    def _decode_part(self, requests: Sequence[Request], is_stolen: bool = False) -> dict[str, Answer]:
+        """Answers by row id; if this worker dies meanwhile, the attempt tracker knows that it had these rows."""
+        ray.get(self.attempts.part_started.remote(self.worker, tuple(request.id for request in requests)))
         if is_stolen:
             fault_point("help")
         answers = self._decode(requests, is_stolen=is_stolen)
-        self.attempts.decoded.remote(self.worker, None)
+        self.attempts.part_decoded.remote(self.worker, None)
         return answers
 
     def _decode(
@@ -189,10 +199,10 @@ class WindowDecoder:
         fresh = [answer for row, answer in answers.items() if row not in known]
         failed = sum(isinstance(answer, RowFailure) for answer in fresh)
         batches = cast("list[BatchRecord]", result.batches)  # `actors` does not know the pipeline's records
-        self._record(started_at, len(fresh), failed, batches, is_stolen)
+        self._report_rows(started_at, len(fresh), failed, batches, is_stolen)
         return answers
 
-    def _record(
+    def _report_rows(
         self,
         started_at: float,
         rows: int,

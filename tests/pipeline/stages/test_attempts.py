@@ -29,32 +29,32 @@ class Simulation:
     def __init__(self, attempts: AttemptTracker, poison: set[str], is_broken: bool = False) -> None:
         self.attempts, self.poison, self.is_broken = attempts, poison, is_broken
         self.deaths = self.decoded = 0
-        self.stop = attempts.starting("w", process(0))
-        attempts.ready("w")
+        self.stop = attempts.worker_starting("w", process(0))
+        attempts.worker_ready("w")
 
     def window(self, ids: list[str]) -> tuple[dict[str, Answer], dict[str, str]]:
         while self.stop is None:
-            plan = self.attempts.begin("w", ids)
+            plan = self.attempts.plan_window("w", ids)
             assert isinstance(plan, WindowPlan)
             answers = self.attempt(plan)
             if answers is not None:
-                self.attempts.finished("w", ids[0], ids, len(plan.quarantined))
+                self.attempts.window_finished("w", ids[0], ids, len(plan.quarantined))
                 return answers, plan.quarantined
             self.deaths += 1
-            self.stop = self.attempts.starting("w", process(self.deaths))
-            self.attempts.ready("w")
+            self.stop = self.attempts.worker_starting("w", process(self.deaths))
+            self.attempts.worker_ready("w")
         return {}, {}
 
     def attempt(self, plan: WindowPlan) -> dict[str, Answer] | None:
         answers = dict(plan.answers)
         for number, part in enumerate(plan.parts):
             if number:
-                self.attempts.take("w", part)
+                self.attempts.part_started("w", part)
             if self.is_broken or self.poison & set(part):
                 return None
             made = {row: answer(row) for row in part}
             self.decoded += len(made)
-            self.attempts.decoded("w", made if len(plan.parts) > 1 else None)
+            self.attempts.part_decoded("w", made if len(plan.parts) > 1 else None)
             answers |= made
         return answers
 
@@ -109,16 +109,16 @@ def test_a_broken_machine_quarantines_no_row_of_small_windows(rows: int) -> None
 
 def test_one_death_quarantines_no_row() -> None:
     worker = Simulation(AttemptTracker(3, 8, 1.0), {"r3"})
-    plan = worker.attempts.begin("w", ids(8))
+    plan = worker.attempts.plan_window("w", ids(8))
     assert isinstance(plan, WindowPlan)
     assert worker.attempt(plan) is None
-    worker.attempts.starting("w", process(1))
-    worker.attempts.ready("w")
+    worker.attempts.worker_starting("w", process(1))
+    worker.attempts.worker_ready("w")
     worker.poison = set()  # it was chance
     answers, quarantined = worker.window(ids(8))
     assert answers.keys() == set(ids(8))
     assert not quarantined
-    plan = worker.attempts.begin("w", ids(8))
+    plan = worker.attempts.plan_window("w", ids(8))
     assert isinstance(plan, WindowPlan)
     assert plan.parts == [tuple(ids(8))], "cleared rows go together again"
 
@@ -126,30 +126,30 @@ def test_one_death_quarantines_no_row() -> None:
 def test_deaths_with_the_node_do_not_count() -> None:
     gone: set[str] = set()
     attempts = AttemptTracker(3, 1, 1.0, node_is_gone=gone.__contains__)
-    attempts.starting("w", process(0, "n0"))
+    attempts.worker_starting("w", process(0, "n0"))
     for number in range(1, 40):
-        attempts.ready("w")
-        plan = attempts.begin("w", ["r0"])
+        attempts.worker_ready("w")
+        plan = attempts.plan_window("w", ["r0"])
         assert isinstance(plan, WindowPlan)
         assert not plan.quarantined
         gone.add(f"n{number - 1}")
-        assert attempts.starting("w", process(number, f"n{number}")) is None
+        assert attempts.worker_starting("w", process(number, f"n{number}")) is None
 
 
 def test_a_node_that_is_lost_later_takes_its_deaths_with_it() -> None:
     gone: set[str] = set()
     attempts = AttemptTracker(2, 1, 1.0, node_is_gone=gone.__contains__)
-    attempts.starting("w", process(0, "n0"))
+    attempts.worker_starting("w", process(0, "n0"))
     for number in (1, 2):
-        attempts.begin("w", ["r0"])
-        attempts.take("w", ("r0",))  # the second time after a control
-        attempts.starting("w", process(number, "n1"))
-        attempts.ready("w")
-    found = attempts.begin("w", ["r0"])
+        attempts.plan_window("w", ["r0"])
+        attempts.part_started("w", ("r0",))  # the second time after a control
+        attempts.worker_starting("w", process(number, "n1"))
+        attempts.worker_ready("w")
+    found = attempts.plan_window("w", ["r0"])
     assert isinstance(found, WindowPlan)
     assert found.quarantined
     gone.add("n0")
-    plan = attempts.begin("w", ["r0"])
+    plan = attempts.plan_window("w", ["r0"])
     assert isinstance(plan, WindowPlan)
     assert not plan.quarantined
 
@@ -185,40 +185,40 @@ def test_an_innocent_suspect_is_not_quarantined_by_broken_processes() -> None:
 
 def test_a_worker_that_never_gets_ready_ends_the_run() -> None:
     attempts = AttemptTracker(3, 8, 1.0)
-    assert attempts.starting("w", process(0)) is None
+    assert attempts.worker_starting("w", process(0)) is None
     for number in range(1, MAX_START_DEATHS):
-        assert attempts.starting("w", process(number)) is None
-    stop = attempts.starting("w", process(MAX_START_DEATHS))
+        assert attempts.worker_starting("w", process(number)) is None
+    stop = attempts.worker_starting("w", process(MAX_START_DEATHS))
     assert stop is not None
     assert f"died {MAX_START_DEATHS} times while it loaded the model" in stop
-    assert attempts.begin("other", ids(2)) == stop, "the others stop at their next window"
+    assert attempts.plan_window("other", ids(2)) == stop, "the others stop at their next window"
 
 
 def test_the_budget_counts_a_repeated_window_once() -> None:
     attempts = AttemptTracker(3, 8, allowed_failures=3, failed=1)
-    attempts.starting("w", process(0))
+    attempts.worker_starting("w", process(0))
     for _ in range(5):
-        attempts.finished("w", "window 1", ["a"], 2)
+        attempts.window_finished("w", "window 1", ["a"], 2)
     assert attempts.verdict() is None
-    attempts.finished("w", "window 2", ["b"], 1)
+    attempts.window_finished("w", "window 2", ["b"], 1)
     assert attempts.verdict() == {
         "kind": "budget",
         "reason": "4 rows have failed, more than limits.max_failed_rows allows",
     }
-    assert attempts.begin("w", ["c"]) == "4 rows have failed, more than limits.max_failed_rows allows"
+    assert attempts.plan_window("w", ["c"]) == "4 rows have failed, more than limits.max_failed_rows allows"
 
 
-def test_last_words_are_kept_and_workers_described() -> None:
+def test_exit_reasons_are_kept_and_workers_described() -> None:
     attempts = AttemptTracker(1, 1, 1.0)
-    attempts.starting("w", process(7))
+    attempts.worker_starting("w", process(7))
     assert "loading for 0 s, started 1 times" in attempts.describe()[0]
-    attempts.ready("w")
-    attempts.begin("w", ["r0"])
+    attempts.worker_ready("w")
+    attempts.plan_window("w", ["r0"])
     assert "w: host, node node-a, pid 7, decoding 1 rows (first id 'r0') for 0 s" in attempts.describe()[0]
-    attempts.dying("w", "AcceleratorError: device-side assert")
-    attempts.starting("w", process(8))
-    attempts.ready("w")
-    plan = attempts.begin("w", ["r0"])
+    attempts.worker_dying("w", "AcceleratorError: device-side assert")
+    attempts.worker_starting("w", process(8))
+    attempts.worker_ready("w")
+    plan = attempts.plan_window("w", ["r0"])
     assert isinstance(plan, WindowPlan)
     assert "host pid 7 (AcceleratorError: device-side assert)" in plan.quarantined["r0"]
     assert "pid 8, waiting for 0 s, started 2 times" in attempts.describe()[0]
@@ -227,11 +227,11 @@ def test_last_words_are_kept_and_workers_described() -> None:
 def test_the_budget_is_looked_at_in_no_time_however_many_windows_have_failed() -> None:
     """Everyone waits for the tracker."""
     attempts = AttemptTracker(1, 1, math.inf, failed=3)
-    attempts.starting("w", process(0))
+    attempts.worker_starting("w", process(0))
     for number in range(100_000):
-        attempts.finished("w", f"window {number}", (), 1)
+        attempts.window_finished("w", f"window {number}", (), 1)
     began = time.perf_counter()
     for number in range(1000):
-        attempts.finished("w", f"window {number}", (), 2)
+        attempts.window_finished("w", f"window {number}", (), 2)
     assert time.perf_counter() - began < 0.2  # a sum over all takes 1 to 2 s
     assert attempts._num_failed == 3 + 100_000 + 1000

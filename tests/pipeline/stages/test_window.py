@@ -33,7 +33,7 @@ def test_rows_that_have_failed_before_are_no_requests() -> None:
 
 def test_answers_go_to_their_rows() -> None:
     window = Window.of(table(), Sampling(max_new_tokens=8))
-    done, failed = window.answered([RowFailure("poison_row", "it killed"), Completion([7, 8], "length", 12, 11)])
+    done, failed = window.with_answers([RowFailure("poison_row", "it killed"), Completion([7, 8], "length", 12, 11)])
     assert failed == 2
     assert done.drop_columns(["_prompt_tokens", "_sampling"]).to_pylist() == [
         {"id": "a", "error_code": "poison_row", "error_message": "it killed", "extra": 1, "generated_tokens": [],
@@ -48,4 +48,4 @@ def test_answers_go_to_their_rows() -> None:
 def test_a_window_of_failed_rows_alone_wants_no_answers() -> None:
     window = Window.of(table().slice(1, 1), Sampling())
     assert window.requests == []
-    assert window.answered([])[1] == 1
+    assert window.with_answers([])[1] == 1

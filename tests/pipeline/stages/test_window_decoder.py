@@ -71,8 +71,8 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Worker:
     def __init__(self, name: str, attempts: AttemptTracker, model: FakeModel, queue: Any = None) -> None:
-        attempts.starting(name, WorkerProcess("node", "host", 1))
-        attempts.ready(name)
+        attempts.worker_starting(name, WorkerProcess("node", "host", 1))
+        attempts.worker_ready(name)
         self.collector = Collector()
         handles = Handle(attempts), Handle(self.collector), queue and Handle(queue)
         self.decoder = WindowDecoder(name, model, *handles)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_a_row_that_kills_its_worker_is_quarantined_and_the_others_are_answered_
 def test_the_trackers_verdict_ends_the_run() -> None:
     attempts = AttemptTracker(2, 8, 0.0)
     worker = Worker("w", attempts, FakeModel())
-    attempts.finished("w", "earlier", ["x"], 1)
+    attempts.window_finished("w", "earlier", ["x"], 1)
     with pytest.raises(StopRun, match="1 rows have failed"):
         worker.decoder.answer(requests(2))
 
