@@ -20,7 +20,7 @@ import torch
 from actors.memory import freeze_gc
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling

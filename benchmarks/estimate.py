@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pipeline.cluster.machine import provenance
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 
 TEMPLATES = '{"plain": "{{ prompt }}", "again": "{{ prompt }}, familyFriendly[yes]"}'
 CORPORA: dict[str, tuple[float, list[str]]] = {  # documents for each of --rows, and what the run is told

@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.bench import Bench, Check, Wrong
-from benchmarks.gpu.decoding import check_batches, check_captures, check_larger, check_speed, check_tokens
+from benchmarks.gpu.decoding_checks import check_batches, check_captures, check_larger, check_speed, check_tokens
 from benchmarks.gpu.machine import check_device, check_kernels, nvidia_smi
 from benchmarks.gpu.overlap import check_overlap
-from benchmarks.gpu.processes import check_job, check_lane, check_sanitizer
 from benchmarks.gpu.replays import check_replays
+from benchmarks.gpu.subprocess_checks import check_job, check_lane, check_sanitizer
 from skipdecode.families import released
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,7 +28,7 @@ from actors.measuring.bench import random_model
 from actors.memory import freeze_gc
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from pipeline.report.drafts import ROUNDS
 from skipdecode.checkpoint.hub import DEMO
 from skipdecode.checkpoint.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ new, over those of the same `Generator` called in this process with the same win
 and beside a Ray that was started as the job starts it and has nothing to do, so that what Ray takes and what the
 pipeline adds are told apart; of the demo model, or of a released shape with random weights; with all cores or, as where
 a host has some to spare, `--threads` of them.
-`corpus`: a job with a decoder that only sleeps (`benchmarks.sleeper`), `--repeats` times in turns, medians: seconds per
+`corpus`: a job with a decoder that only sleeps (`sleeping_decoder`), `--repeats` times in turns, medians: seconds per
 row after the first window, of which the decoder sleeps 200 us; CPU time of the whole machine, which must be quiet, per
 row, from the same moment on; and the peak of the driver's memory. The last line on stdout is one JSON document.
 """
@@ -37,7 +37,7 @@ from actors.generator import Generator, GeneratorConfig
 from actors.measuring.bench import random_model
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import save_model
 from skipdecode.config.model import DecoderConfig
@@ -183,7 +183,7 @@ def corpus(num_rows: int) -> dict[str, Any]:
         save_random(tiny, root / "model")
         more = ["decode.method=full", "sampling.max_new_tokens=1", "actors.num_actors=1"]
         start = time.perf_counter()
-        run, peak, used = generate(root, f"model.source={root / 'model'}", *more, job="benchmarks.sleeper")
+        run, peak, used = generate(root, f"model.source={root / 'model'}", *more, job="benchmarks.sleeping_decoder")
         whole_s, spans = time.perf_counter() - start, windows(run)
         first = spans[0]
         steady_s = spans[-1]["ended_at"] - first["ended_at"]

@@ -28,7 +28,7 @@ from pipeline.config.job import InputConfig
 from pipeline.generate.row_index import TASK, index_outputs, mark_rows, match_rows, scan_input
 from pipeline.input.files import list_input
 from pipeline.input.ids import INPUT_ENTRY, OUTPUT_ENTRY
-from pipeline.input.plan import plan_input
+from pipeline.input.input_plan import plan_input
 from pipeline.input.read import read_rest
 from pipeline.schema import OUTPUT_SCHEMA
 from pipeline.store.run_folder import RunFolder

@@ -31,7 +31,7 @@ def main() -> None:
     import torch
 
     from pipeline.cluster.machine import provenance
-    from pipeline.demo.corpus import make_prompts
+    from pipeline.demo.restaurant_prompts import make_prompts
 
     runs = json.loads(arguments.target.read_text())["runs"] if arguments.target.exists() else []
     with tempfile.TemporaryDirectory() as folder:

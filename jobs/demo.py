@@ -60,8 +60,8 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:
     """Writes the prompts as JSON Lines; returns them by id."""
-    from pipeline.demo.corpus import make_prompts
     from pipeline.demo.questions import make_questions
+    from pipeline.demo.restaurant_prompts import make_prompts
 
     made = list(make_questions(rows) if chat else make_prompts(rows))
     path.parent.mkdir(parents=True, exist_ok=True)

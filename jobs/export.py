@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    from pipeline.export.plan import Options
-    from pipeline.export.run import export
+    from pipeline.export.export import export
+    from pipeline.export.export_plan import Options
 
     run, _, _ = run_folder(arguments)
     columns = None if arguments.columns is None else [name.strip() for name in arguments.columns.split(",")]

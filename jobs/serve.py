@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    from pipeline.service.run import serve_until_stopped
+    from pipeline.service.serve import serve_until_stopped
 
     document = serve_until_stopped(
         arguments.config, arguments.overrides, host=arguments.host, port=arguments.port, log=log

@@ -1,6 +1,6 @@
 """Creating and saving figures as SVG and PNG by matplotlib without pyplot, so without global state or display.
 
-The plots inside `report.html` follow the page's style sheet and are made by `pipeline.report.plots`.
+The plots inside `report.html` follow the page's style sheet and are made by `pipeline.report.svg_plots`.
 """
 
 from collections.abc import Callable

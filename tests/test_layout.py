@@ -241,7 +241,7 @@ def test_light_tasks_need_no_torch() -> None:
         "pipeline.store.row_writer",
         "pipeline.input.datasource",
         "pipeline.generate.row_index",
-        "pipeline.processor.rows",
+        "pipeline.processor.dataset_rows",
     )
     assert {"ray", "tokenizers"} <= loaded
     assert "torch" not in loaded

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from pipeline.formatting import Json
 
 

@@ -30,7 +30,7 @@ from pipeline.cluster.machine import provenance
 from pipeline.config.job import Section, build_config, read_tree, set_key
 from pipeline.formatting import Json, Log
 from pipeline.service.config import load_serve_file
-from pipeline.service.run import running
+from pipeline.service.serve import running
 from skipdecode.checkpoint.hub import DEMO
 from skipdecode.checkpoint.weights import save_model
 from skipdecode.families import released

@@ -13,7 +13,7 @@ from typing import TypedDict
 import ray
 
 from pipeline.cluster.ray_internals import JOB_CONFIG, update_job_record
-from pipeline.cluster.records import Counts
+from pipeline.cluster.worker_records import Counts
 from pipeline.formatting import Json
 
 

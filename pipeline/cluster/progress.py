@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from pipeline.cluster.job_metadata import JobProgress, job_teller
-from pipeline.cluster.records import Counts
+from pipeline.cluster.worker_records import Counts
 from pipeline.formatting import count, duration
 
 LINE_S, REDRAW_S = 5.0, 1.0

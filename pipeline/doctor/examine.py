@@ -22,7 +22,7 @@ from pipeline.cluster.node_backends import (
 )
 from pipeline.cluster.pool import Cluster, Pool, find_pool, plan_pool, start_ray
 from pipeline.config.job import ConfigError, JobConfig
-from pipeline.doctor.corpus import Worker, estimate
+from pipeline.doctor.corpus_estimate import Worker, estimate
 from pipeline.doctor.facts import (
     GIB,
     cpu_backend,

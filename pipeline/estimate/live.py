@@ -7,7 +7,7 @@ pace at every moment (`pipeline.cluster.progress`).
 import time
 from typing import Final
 
-from pipeline.cluster.records import Pace
+from pipeline.cluster.worker_records import Pace
 from pipeline.estimate.forecast import Shape, count_tokens, hours, lines
 from pipeline.estimate.sample import Sample
 from pipeline.formatting import Log, count

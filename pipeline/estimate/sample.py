@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config.job import InputConfig
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.input.prompt_templates import Made, Prompter
 from pipeline.input.read import read_file
 from pipeline.stages.tokenize import TokenizeConfig, tokenize

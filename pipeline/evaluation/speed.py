@@ -7,7 +7,7 @@ from actors.generator import WindowResult
 from pipeline.evaluation.documents import PrefillSpeedup, SpeedFigures
 from pipeline.report.batches import BatchTotals, agreement, ratio, speedup
 from pipeline.report.document import Agreement, Speedup
-from pipeline.report.records import BATCH_SCHEMA
+from pipeline.report.metrics_schemas import BATCH_SCHEMA
 
 
 def speed_figures(result: WindowResult, *, is_full: bool) -> SpeedFigures:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from pipeline.evaluation.metrics import slot_share
 from pipeline.evaluation.score import ReferenceData, group_references
 from pipeline.formatting import Log
@@ -24,7 +24,7 @@ E2E_DATA = (
 
 class SweepData(ReferenceData):
     path: str | None = "data/devset.csv"
-    """null: prompts made by `pipeline.demo.corpus`, and no references."""
+    """null: prompts made by `pipeline.demo.restaurant_prompts`, and no references."""
     has_references: bool = True
     """false: `path` holds prompts alone, in any form that jobs.generate reads."""
     limit: Annotated[int, Field(ge=1)] | None = None

@@ -10,7 +10,7 @@ from typing import Final
 
 import yaml
 
-from pipeline.export.plan import ExportPlan
+from pipeline.export.export_plan import ExportPlan
 from pipeline.formatting import Json, mask
 from pipeline.store.run_state import RunState
 

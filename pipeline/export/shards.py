@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.arrow_cast import retyped, with_schema
-from pipeline.export.plan import ExportPlan
+from pipeline.export.export_plan import ExportPlan
 
 READ_ROWS: Final = 1024
 GROUP_ROWS, GROUP_BYTES = 10_000, 32 << 20  # of a row group, which is held in memory

@@ -21,7 +21,7 @@ from pipeline.generate.resume import Work
 from pipeline.generate.stage_config import chat_url, make_stage_configs
 from pipeline.input.datasource import CorpusDatasource
 from pipeline.input.id_matching import DoneRows
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.input.prompt_templates import Prompter
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.finish import finish

@@ -13,7 +13,7 @@ from actors.templates.chat_template import ChatTemplate
 from pipeline.config.input import PROMPT_SOURCES
 from pipeline.config.job import DecodeConfig, JobConfig
 from pipeline.formatting import Json
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.store.digest import describe_difference, digest_adapter, digest_files, refuse_differences
 from pipeline.store.run_state import FileEntry, Fingerprint, RunState
 from skipdecode.checkpoint.hub import resolve_source

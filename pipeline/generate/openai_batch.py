@@ -16,8 +16,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.formatting import Json
+from pipeline.input.line_reader import RowError
 from pipeline.input.openai_rows import CHAT_URL, requested_samples
-from pipeline.input.rows import RowError
 from pipeline.schema import CHOICE, DUPLICATE_ID, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState

@@ -25,7 +25,7 @@ from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.generate.stopping import stop_on_sigterm
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
-from pipeline.input.plan import InputPlan, columns_of, plan_input
+from pipeline.input.input_plan import InputPlan, columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.scan import FileScan
 from pipeline.schema import score_schema

@@ -11,7 +11,7 @@ from pipeline.formatting import Log
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.row_index import index_outputs, mark_rows, match_rows
 from pipeline.input.id_matching import DoneRows
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 

@@ -26,7 +26,7 @@ from pipeline.generate.row_accounting import expected_ids, first_state, reconcil
 from pipeline.generate.run import RunResult, finish_run, result_of_finished
 from pipeline.generate.stream import stream_rows
 from pipeline.input.ids import sum_outputs
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.schema import BAD_PARAMETERS, ENGINE_ERROR, POISON_ROW, PROMPT_TOO_LONG
 from pipeline.store.lease import Lease
 from pipeline.store.retry_commit import finish_commit, start_commit

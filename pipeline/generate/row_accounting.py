@@ -13,7 +13,7 @@ from pipeline.generate.fingerprint import list_files
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.row_index import sum_duplicates
 from pipeline.input.ids import ID_MODULUS
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.report.figures import last_sign_of_life
 from pipeline.schema import CHOICE, OUTPUT_SCHEMA, Asked, list_columns, score_schema
 from pipeline.store.run_folder import STATUSES, RunFolder

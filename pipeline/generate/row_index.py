@@ -35,7 +35,7 @@ from pipeline.input.ids import (
     sum_digests,
     sum_made_ids,
 )
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.input.scan import FileScan, scan_file
 
 PART_ROWS = 4_000_000  # entries that one task matches, at about 150 bytes

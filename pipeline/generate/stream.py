@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.cluster.progress import live_progress
-from pipeline.cluster.records import Counts
+from pipeline.cluster.worker_records import Counts
 from pipeline.estimate.forecast import Shape
 from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from pipeline.arrow_cast import retyped
 from pipeline.input.columns import plain_type, unwritable, without_views
 from pipeline.input.files import SourceFile
+from pipeline.input.line_reader import BLOCK_BYTES
 from pipeline.input.memory_limits import block_cuts, own_values, row_sizes
-from pipeline.input.rows import BLOCK_BYTES
 
 FILE_MAGIC = b"ARROW1"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"

@@ -1,7 +1,7 @@
 """Arrow types of columns: the type that JSON values fit, and the type that the columns of two files both fit.
 
 Nothing is rounded, and nothing can overflow in mid-run: where no type holds every value the answer is None, and `scan`
-and `plan` decide what becomes of the column.
+and `input_plan` decide what becomes of the column.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import BinaryIO, Final
 
 from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig
-from pipeline.input.rows import READ_BYTES, Row, is_clean
+from pipeline.input.line_reader import READ_BYTES, Row, is_clean
 from pipeline.schema import BAD_LINE
 
 MAX_CSV_FIELD_CHARS: Final = 1 << 28  # the csv module's own is 128 KiB; a prompt may have 30 MB

@@ -15,7 +15,7 @@ from ray.data.datasource import ReadTask
 
 from pipeline.config.job import InputConfig
 from pipeline.input.id_matching import DoneRows
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_rest
 

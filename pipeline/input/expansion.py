@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from pipeline.config.job import InputConfig, SamplingConfig
 from pipeline.input.ids import Mask
+from pipeline.input.line_reader import BLOCK_BYTES
 from pipeline.input.prompt_templates import Failure, Made, PromptMaker
-from pipeline.input.rows import BLOCK_BYTES
 from pipeline.schema import BAD_LINE, ID, PROMPT, SOURCE_ID, SOURCE_SCHEMA
 
 

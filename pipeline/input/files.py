@@ -19,8 +19,8 @@ import pyarrow.fs as pafs
 from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig, SamplingConfig
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.formats import ARROW, BINARY, parse_suffix
+from pipeline.input.line_reader import READ_BYTES, iter_lines
 from pipeline.input.openai_rows import looks_like_batch
-from pipeline.input.rows import READ_BYTES, iter_lines
 from pipeline.input.saved_datasets import pick_saved
 from skipdecode.checkpoint.hub import pin_path
 

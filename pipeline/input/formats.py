@@ -12,8 +12,8 @@ from pipeline.config.job import MAX_LINE_BYTES, InputConfig
 from pipeline.input.csv_rows import csv_rows
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_rows, jsonl_row
+from pipeline.input.line_reader import Row, iter_lines, text_rows
 from pipeline.input.openai_rows import batch_row
-from pipeline.input.rows import Row, iter_lines, text_rows
 
 ARROW: Final = "arrow"
 BINARY: Final = ("parquet", ARROW)

@@ -10,7 +10,7 @@ from typing import Final
 
 from pipeline.config.job import InputConfig
 from pipeline.formatting import Json
-from pipeline.input.rows import JsonObject, LongLine, Row, RowError, describe_utf8, is_clean
+from pipeline.input.line_reader import JsonObject, LongLine, Row, RowError, describe_utf8, is_clean
 from pipeline.json_size import FEW_MARKS, MARK_BYTES, MAX_MARKS, count_marks
 from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from pipeline.input.columns import is_list_type
 from pipeline.input.ids import Mask, Rows
-from pipeline.input.rows import BLOCK_BYTES
+from pipeline.input.line_reader import BLOCK_BYTES
 
 OFFSET_BYTES = 4  # where a text begins
 VIEW_INTS = 4  # int32 per view; the first is the length

@@ -13,7 +13,7 @@ from pipeline.config.job import MAX_SAMPLES, InputConfig
 from pipeline.formatting import Json
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
-from pipeline.input.rows import JsonObject, Row, RowError
+from pipeline.input.line_reader import JsonObject, Row, RowError
 from pipeline.json_size import count_marks
 from pipeline.openai.parameters import MAX_TOKEN_ID, BadParameter, ChatLine, CompletionLine, is_token_list, shown
 from pipeline.schema import BAD_LINE, BAD_MESSAGES, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT

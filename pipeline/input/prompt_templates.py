@@ -15,7 +15,7 @@ from typing import Protocol
 from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_messages
 from actors.templates.sandbox import Template, TemplateError
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.input.rows import Row
+from pipeline.input.line_reader import Row
 from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
 

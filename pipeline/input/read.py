@@ -25,11 +25,11 @@ from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import ARROW, BINARY, iter_rows
 from pipeline.input.id_matching import DoneRows
 from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_place, made_id, split_place
+from pipeline.input.input_plan import ROW_SCHEMA, InputPlan
 from pipeline.input.json_rows import to_json
+from pipeline.input.line_reader import BLOCK_BYTES, Row
 from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_oversized_lists
-from pipeline.input.plan import ROW_SCHEMA, InputPlan
 from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
-from pipeline.input.rows import BLOCK_BYTES, Row
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
 READ_ROWS = 16384  # of Parquet at a time, while dictionaries stay encoded

@@ -5,7 +5,7 @@ from itertools import islice
 
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.files import list_input
-from pipeline.input.plan import columns_of, plan_input
+from pipeline.input.input_plan import columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file

@@ -1,7 +1,7 @@
 """One pass over one file -> `FileScan`: how many rows it has, which columns of which types, and the digests of its ids.
 
 Of Parquet only the footer and the id column are read; of every other format everything. What the files have in common
-is decided in `plan`.
+is decided in `input_plan`.
 """
 
 import itertools
@@ -46,9 +46,9 @@ from pipeline.input.ids import (
     digest_texts,
     made_id,
 )
+from pipeline.input.line_reader import BLOCK_BYTES, Row
 from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches
 from pipeline.input.openai_rows import BATCH_COLUMNS
-from pipeline.input.rows import BLOCK_BYTES, Row
 from pipeline.openai.parameters import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time

@@ -29,7 +29,7 @@ from pipeline.generate.execution import FewBlocksAhead
 from pipeline.generate.plan import find_chat_template, resolve_run_dtype
 from pipeline.generate.stage_config import make_stage_configs
 from pipeline.input.prompt_templates import Prompter, check_chat_template_is_used, compile_templates
-from pipeline.processor.rows import Value, check_columns, finish_windows, merged, prepare
+from pipeline.processor.dataset_rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
 from pipeline.stages.attempt_tracker import start_attempt_tracker
 

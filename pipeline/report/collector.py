@@ -14,10 +14,10 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.cluster.pool import on_this_node
-from pipeline.cluster.records import BatchRecord, Counts, Pace, WindowRecord, WorkerRecord
+from pipeline.cluster.worker_records import BatchRecord, Counts, Pace, WindowRecord, WorkerRecord
 from pipeline.formatting import Log
+from pipeline.report.metrics_schemas import SCHEMAS, Kind, Record
 from pipeline.report.prometheus import LiveMetrics
-from pipeline.report.records import SCHEMAS, Kind, Record
 from pipeline.store.row_writer import write_whole
 from pipeline.store.run_folder import RunFolder
 

@@ -9,8 +9,8 @@ from pipeline.config.job import ConfigError
 from pipeline.formatting import Json, Log, duration, mask
 from pipeline.report.document import Figures
 from pipeline.report.figures import make_report, open_run
-from pipeline.report.plots import C1, FG, MUTED, plot
 from pipeline.report.rendering import interval, number, percent, render, times
+from pipeline.report.svg_plots import C1, FG, MUTED, plot
 from pipeline.store.run_state import RunState
 
 if TYPE_CHECKING:

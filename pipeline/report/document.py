@@ -5,7 +5,7 @@ Times are seconds unless a key says otherwise. Nothing reads a report back: it i
 
 from typing import TypedDict
 
-from pipeline.cluster.records import BackendRecord
+from pipeline.cluster.worker_records import BackendRecord
 from pipeline.formatting import Json
 from pipeline.store.run_state import Books, ModelState
 

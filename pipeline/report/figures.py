@@ -18,11 +18,11 @@ from pipeline.config.job import ConfigError
 from pipeline.formatting import Log
 from pipeline.report.batches import COLUMNS, BatchTotals, Errors, agreement, ratio, speedup
 from pipeline.report.collector import read_metrics
+from pipeline.report.data_files import DataTotals, count_data, layers_by_step, lengths
 from pipeline.report.document import Cost, CountedFigures, ErrorCount, Estimated, Figures, Lane
+from pipeline.report.metrics_schemas import StoredStart
 from pipeline.report.page import render_report
-from pipeline.report.plots import MAX_LANES
-from pipeline.report.records import StoredStart
-from pipeline.report.rows import DataTotals, count_data, layers_by_step, lengths
+from pipeline.report.svg_plots import MAX_LANES
 from pipeline.report.timeline import BATCH_COLUMNS, WINDOW_COLUMNS, Clock, Throughput, Windows, actors, lanes, tail
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState, Session

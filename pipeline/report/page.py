@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page with the figures of `report.json` and plots; light, dark, phone and paper.
 
 The page fetches nothing, and every figure in it is in `report.json`. This module computes the contents; the layout is
-in `page.html.j2` and `page.css`, plots are drawn by `plots`, and `compare` makes the page for several runs.
+in `page.html.j2` and `page.css`, plots are drawn by `svg_plots`, and `compare` makes the page for several runs.
 """
 
 import datetime
@@ -13,7 +13,7 @@ from typing import Final, Literal
 import yaml
 
 from pipeline.formatting import count, duration
-from pipeline.report import plots
+from pipeline.report import svg_plots as plots
 from pipeline.report.document import ActorFigures, Example, Figures, Lane
 from pipeline.report.rendering import interval, number, percent, render, shown, times
 from pipeline.store.run_state import RunState

@@ -13,7 +13,7 @@ from typing import Final
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from pipeline.cluster.ray_internals import record_zero
-from pipeline.cluster.records import BatchRecord, WindowRecord
+from pipeline.cluster.worker_records import BatchRecord, WindowRecord
 from pipeline.report.batches import per_token_ratio
 
 

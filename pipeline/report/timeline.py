@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.report.document import ActorFigures, Lane, Rates, Tail
-from pipeline.report.records import StoredStart
+from pipeline.report.metrics_schemas import StoredStart
 from pipeline.store.run_state import Session
 
 NUM_BINS = 60

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from actors.generator import Generator, GeneratorConfig, WindowResult
 from actors.memory import is_device_lost
-from pipeline.cluster.records import BackendRecord
+from pipeline.cluster.worker_records import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request

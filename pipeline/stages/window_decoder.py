@@ -23,7 +23,7 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.generator import Answer, RowFailure
-from pipeline.cluster.records import BatchRecord
+from pipeline.cluster.worker_records import BatchRecord
 from pipeline.fault_injection import fault_point
 from pipeline.schema import POISON_ROW
 from pipeline.stages.attempt_tracker import StopRun, WindowPlan

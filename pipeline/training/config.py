@@ -1,7 +1,7 @@
 """The configuration of `jobs.finetune` and `jobs.distill`: one frozen tree, as for `jobs.generate`.
 
 Only types and ranges are checked here. What needs a checkpoint, the data or a cluster is checked by
-`pipeline.training.plan`.
+`pipeline.training.training_plan`.
 """
 
 from collections.abc import Sequence

@@ -17,9 +17,9 @@ from pipeline.config.job import ConfigError
 from pipeline.formatting import Json, Log
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig, FinetuneData
-from pipeline.training.corpus import encode, make_tokenizer, refuse_bad_rows, scan
-from pipeline.training.plan import stored_dtype, train_config
-from pipeline.training.records import fitting
+from pipeline.training.tokenized_pairs import encode, make_tokenizer, refuse_bad_rows, scan
+from pipeline.training.training_plan import stored_dtype, train_config
+from pipeline.training.training_records import fitting
 from skipdecode.checkpoint.hub import DEMO
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.model import DecoderConfig

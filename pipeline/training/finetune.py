@@ -27,9 +27,9 @@ from pipeline.store.digest import refuse_differences
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.loss_plot import plot_losses
-from pipeline.training.plan import PlannedTraining, plan_training, stored_dtype
 from pipeline.training.pool import TrainPool, plan_workers
-from pipeline.training.records import (
+from pipeline.training.training_plan import PlannedTraining, plan_training, stored_dtype
+from pipeline.training.training_records import (
     Fingerprint,
     LogLine,
     TrainingRecord,

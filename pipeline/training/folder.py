@@ -19,7 +19,7 @@ from pipeline.config.job import ConfigError
 from pipeline.formatting import Json
 from pipeline.store.model_folder import TOKENIZER_FILES
 from pipeline.store.run_state import check_version
-from pipeline.training.records import LogLine, TrainingRecord, TrainingState
+from pipeline.training.training_records import LogLine, TrainingRecord, TrainingState
 from skipdecode.checkpoint import lora_adapter as adapter
 from skipdecode.schedules import trained as tuning
 

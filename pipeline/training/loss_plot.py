@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.plots import new_figure, save_figure
 from pipeline.training.folder import TrainingFolder
-from pipeline.training.records import LogLine, losses_in
+from pipeline.training.training_records import LogLine, losses_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ from actors.training.workers import Pair
 from pipeline.cluster.machine import provenance
 from pipeline.formatting import Json
 from pipeline.training.folder import TrainingFolder
-from pipeline.training.records import ValidationLine
+from pipeline.training.training_records import ValidationLine
 from skipdecode.checkpoint.weights import adapter_of, load_model, save_model
 from skipdecode.config.model import DecoderConfig
 from skipdecode.model.decoder import Decoder

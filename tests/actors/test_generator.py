@@ -14,7 +14,7 @@ from actors import memory
 from actors.batching import full_depth_sample as baseline
 from actors.generator import Generator, GeneratorConfig, WindowResult
 from actors.memory import DETERMINISTIC_ROWS
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from skipdecode.backends import choice
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling

@@ -8,7 +8,7 @@ import torch
 from actors.training.recipe import TrainConfig
 from actors.training.trainer import Hooks, init_weights, mean_loss, train
 from actors.training.workers import Pair
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from skipdecode.backends import choice
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.model.decoder import Decoder

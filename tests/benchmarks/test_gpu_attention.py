@@ -16,7 +16,7 @@ from benchmarks.gpu.attention import (
     query,
 )
 from benchmarks.gpu.bench import Bench, Found, Wrong
-from benchmarks.gpu.decoding import SMALL
+from benchmarks.gpu.decoding_checks import SMALL
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.families import config_of
 from tests.support.graphs import cpu_as_cuda

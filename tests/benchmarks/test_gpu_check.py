@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import attention, decoding, machine, overlap
+from benchmarks.gpu import attention, machine, overlap
+from benchmarks.gpu import decoding_checks as decoding
 from benchmarks.gpu.bench import Bench, Wrong, not_run
-from benchmarks.gpu.decoding import SMALL, check_batches, rows_that_fit
+from benchmarks.gpu.decoding_checks import SMALL, check_batches, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.cuda_backend import CudaBackend

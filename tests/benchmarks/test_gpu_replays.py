@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import replays
 from benchmarks.gpu.bench import Bench, Found, Wrong
-from benchmarks.gpu.decoding import SMALL, check_captures
+from benchmarks.gpu.decoding_checks import SMALL, check_captures
 from benchmarks.gpu.replays import (
     PROMISED,
     REPLAYS,

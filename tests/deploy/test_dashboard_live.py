@@ -25,7 +25,7 @@ import ray
 import pipeline.generate.stream
 from jobs.generate import main as generate
 from pipeline.cluster.pool import start_ray
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from tests.deploy.test_dashboard import DASHBOARD
 from tests.support.processes import free_ports, wait_for
 

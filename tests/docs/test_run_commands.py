@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow.dataset as ds
 import pytest
 
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from tests.docs.pages import FENCE, README, ROOT, Command, block_commands, name
 from tests.support.processes import wait_for
 from tests.support.service_helpers import free_port

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jobs.demo import fetch_model, main
-from pipeline.demo.corpus import make_prompts, restaurant_name, vary_names
 from pipeline.demo.model import FILE
+from pipeline.demo.restaurant_prompts import make_prompts, restaurant_name, vary_names
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 

@@ -29,12 +29,12 @@ WORK = {  # verb -> what it calls to do its work, and the arguments it needs to 
     "distill": ("pipeline.training.finetune.finetune", []),
     "doctor": ("pipeline.doctor.examine.examine", []),
     "evaluate": ("pipeline.evaluation.score.evaluate", ["OUT"]),
-    "export": ("pipeline.export.run.export", ["OUT", "--output=OUT/export"]),
+    "export": ("pipeline.export.export.export", ["OUT", "--output=OUT/export"]),
     "finetune": ("pipeline.training.finetune.finetune", []),
     "generate": ("pipeline.generate.run.run", []),
     "report": ("pipeline.report.figures.rebuild_report", ["OUT"]),
     "retry": ("pipeline.generate.retry.retry", ["OUT"]),
-    "serve": ("pipeline.service.run.running", []),
+    "serve": ("pipeline.service.serve.running", []),
     "verify": ("pipeline.generate.verify.verify", ["OUT"]),
 }
 Run = Callable[..., tuple[int, dict[str, Any], str]]

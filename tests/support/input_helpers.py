@@ -16,7 +16,7 @@ from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
 from pipeline.input.id_matching import match
 from pipeline.input.ids import OUTPUT_ENTRY, input_entries
-from pipeline.input.plan import InputPlan, plan_input
+from pipeline.input.input_plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file
 from pipeline.schema import ERROR_CODES

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from tests.support.service_helpers import Offline, Served
 
 PROMPTS = [row["prompt"] for row in make_prompts(60, seed=9)]

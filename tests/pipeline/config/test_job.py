@@ -19,7 +19,7 @@ from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, build_conf
 from pipeline.config.tree import schedule_keys, section_of
 from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 from pipeline.evaluation.sweep import SweepConfig, run_sweep
-from pipeline.service.run import load as load_serve_config
+from pipeline.service.serve import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults
 from skipdecode.families import released

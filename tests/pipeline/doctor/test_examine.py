@@ -20,7 +20,7 @@ from pipeline.cluster.pool import Cluster, Pool, object_store_bytes
 from pipeline.config.job import ActorsConfig, ConfigError, JobConfig, ModelConfig, SamplingConfig, build_config
 from pipeline.doctor import examine as doctor
 from pipeline.doctor import versions
-from pipeline.doctor.corpus import Worker, estimate
+from pipeline.doctor.corpus_estimate import Worker, estimate
 from pipeline.doctor.facts import GIB, wrong_places
 from pipeline.formatting import Json
 from skipdecode.backends.host_memory import num_cores

@@ -12,7 +12,7 @@ import pytest
 from actors.batching.buckets import Batch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
-from pipeline.cluster.records import Pace
+from pipeline.cluster.worker_records import Pace
 from pipeline.config.job import JobConfig
 from pipeline.estimate import live
 from pipeline.estimate.forecast import (

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jobs import export
-from pipeline.export import run as export_run
+from pipeline.export import export as export_run
 from pipeline.schema import OUTPUT_SCHEMA
 from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder

@@ -8,7 +8,7 @@ import pytest
 
 import skipdecode
 from pipeline.config.job import ConfigError, JobConfig, build_config
-from pipeline.export.plan import Options, plan_export
+from pipeline.export.export_plan import Options, plan_export
 from pipeline.generate.check_paths import check_output
 from pipeline.generate.retry import retry
 from pipeline.generate.verify import verify

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.job import ConfigError
+from pipeline.input.line_reader import BLOCK_BYTES
 from pipeline.input.read import read_file
-from pipeline.input.rows import BLOCK_BYTES
 from tests.pipeline.input.test_memory_limits import MOST, planned
 from tests.support.input_helpers import BASE, column, make_config, make_plan, read_rows, read_table, refuse, write_jsonl
 from tests.support.measured_memory import most_bytes

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.input.csv_rows import CsvLines, csv_rows
+from pipeline.input.line_reader import Row
 from pipeline.input.read import read_file
-from pipeline.input.rows import Row
 from tests.pipeline.input.test_memory_limits import planned
 from tests.support.input_helpers import column, make_config, read_rows, refuse, write
 

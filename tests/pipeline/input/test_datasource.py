@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.input.id_matching import DoneRows, match
 from pipeline.input.ids import output_entries
-from pipeline.input.plan import InputPlan
+from pipeline.input.input_plan import InputPlan
 from tests.support.input_helpers import input_rows, make_config, make_plan, read_table, write, write_jsonl
 
 

@@ -13,9 +13,9 @@ from pipeline.config.job import ConfigError, SamplingConfig
 from pipeline.input import ids
 from pipeline.input.expansion import MAX_DOCUMENT_BYTES, Documents, Expansion, expand
 from pipeline.input.files import list_input
-from pipeline.input.plan import ROW_SCHEMA, InputPlan
+from pipeline.input.input_plan import ROW_SCHEMA, InputPlan
+from pipeline.input.line_reader import BLOCK_BYTES
 from pipeline.input.read import read_file, read_rest
-from pipeline.input.rows import BLOCK_BYTES
 from pipeline.input.scan import scan_file
 from pipeline.schema import RESERVED_COLUMNS, SOURCE_SCHEMA
 from tests.support.input_helpers import make_config, make_plan, read_rows, refuse, write, write_jsonl, write_parquet

@@ -21,9 +21,9 @@ from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
 from pipeline.input.formats import iter_rows
 from pipeline.input.ids import digest_id
-from pipeline.input.plan import InputPlan, plan_input
+from pipeline.input.input_plan import InputPlan, plan_input
+from pipeline.input.line_reader import BLOCK_BYTES, LongLine, iter_lines
 from pipeline.input.read import read_file
-from pipeline.input.rows import BLOCK_BYTES, LongLine, iter_lines
 from pipeline.input.scan import scan_file
 from pipeline.json_size import count_marks
 from tests.support.input_helpers import make_config
@@ -95,7 +95,7 @@ def test_a_line_as_long_as_the_limit_is_a_row(line_end: str) -> None:
 
 
 def test_lines_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.input.rows.READ_BYTES", 4)
+    monkeypatch.setattr("pipeline.input.line_reader.READ_BYTES", 4)
     data = b"\xef\xbb\xbfab\n" + b"c" * 13 + b"\n\nd\n" + b"e" * 9
     found = list(iter_lines(io.BytesIO(data), 8))
     assert [line if not isinstance(line, LongLine) else line.reason for line in found] == [

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.report.drafts import DraftTotals
-from pipeline.report.records import BATCH_SCHEMA
+from pipeline.report.metrics_schemas import BATCH_SCHEMA
 
 
 def totals(*slices: list[dict[str, Any]]) -> DraftTotals:

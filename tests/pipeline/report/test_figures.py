@@ -10,9 +10,9 @@ import pytest
 from pipeline.cluster.progress import describe
 from pipeline.report import batches as report_batches
 from pipeline.report.batches import BatchTotals
+from pipeline.report.data_files import DataTotals, layers_by_step, lengths
+from pipeline.report.metrics_schemas import BATCH_SCHEMA
 from pipeline.report.page import speed_text
-from pipeline.report.records import BATCH_SCHEMA
-from pipeline.report.rows import DataTotals, layers_by_step, lengths
 from skipdecode.schedules.from_config import complete_ffn_skip, make_schedule
 
 

@@ -9,11 +9,11 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from pipeline.cluster.records import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
+from pipeline.cluster.worker_records import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
 from pipeline.report.compare import ComparedRun, _page, differences, figures
 from pipeline.report.figures import make_report
+from pipeline.report.metrics_schemas import BATCH_SCHEMA, WINDOW_SCHEMA, WORKER_SCHEMA, StoredStart
 from pipeline.report.page import LABELS, Single, render_report
-from pipeline.report.records import BATCH_SCHEMA, WINDOW_SCHEMA, WORKER_SCHEMA, StoredStart
 from pipeline.store.run_folder import RunFolder
 
 NASTY = "</code></pre></style><script>alert(1)</script>\"'&amp; {{ 7 * 7 }} {% raw %} <img src=x>"

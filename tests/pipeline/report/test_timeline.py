@@ -12,8 +12,8 @@ import pytest
 
 from jobs.report import main as report_main
 from pipeline.report.figures import finish_report, last_sign_of_life, make_report
+from pipeline.report.metrics_schemas import BATCH_SCHEMA, WINDOW_SCHEMA, WORKER_SCHEMA
 from pipeline.report.page import render_report
-from pipeline.report.records import BATCH_SCHEMA, WINDOW_SCHEMA, WORKER_SCHEMA
 from pipeline.report.timeline import Clock, Windows, actors, lanes, tail
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Session

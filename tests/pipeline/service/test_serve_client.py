@@ -18,7 +18,7 @@ import pytest
 from openai.types import Completion
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from tests.support.service_helpers import Offline, Served, served
 
 pytestmark = pytest.mark.ray

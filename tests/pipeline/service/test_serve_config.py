@@ -11,7 +11,7 @@ from jobs import serve as serve_verb
 from pipeline.config.job import ConfigError
 from pipeline.service.app import make_spec, replica_threads
 from pipeline.service.config import ServeConfig
-from pipeline.service.run import load
+from pipeline.service.serve import load
 from tests.support.service_helpers import DEMO, ROOT, free_port
 
 CONFIG = str(ROOT / "configs/serve.yaml")

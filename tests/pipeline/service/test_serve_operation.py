@@ -159,7 +159,7 @@ import os, sys, urllib.request
 import ray
 from ray import serve
 from jobs import serve as verb
-from pipeline.service.run import load, running
+from pipeline.service.serve import load, running
 from tests.support.service_helpers import free_port
 
 @serve.deployment

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from actors.generator import RowFailure, WindowResult
-from pipeline.cluster.records import WindowRecord
+from pipeline.cluster.worker_records import WindowRecord
 from pipeline.stages import window_decoder
 from pipeline.stages.attempt_tracker import AttemptTracker, StopRun, WorkerProcess
 from pipeline.stages.window_decoder import WindowDecoder

@@ -12,7 +12,7 @@ from actors.generator import Generator, GeneratorConfig
 from actors.training.trainer import mean_loss
 from jobs.distill import main as distill
 from jobs.finetune import main as finetune
-from pipeline.demo.corpus import make_prompts
+from pipeline.demo.restaurant_prompts import make_prompts
 from pipeline.training.distill import DEFAULTS, with_defaults
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling

@@ -13,7 +13,7 @@ from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig, build_config, read_tree
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.distill import init_swiftkv
-from pipeline.training.plan import plan_training
+from pipeline.training.training_plan import plan_training
 from skipdecode.checkpoint.weights import adapter_of, load_model
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.plan import FullDepth

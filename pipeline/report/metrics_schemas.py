@@ -1,6 +1,6 @@
 """Schemas of `metrics/*.parquet`: a record per batch, per part of a window and per start of a worker.
 
-In memory, as workers send them, they are the TypedDicts of `pipeline.cluster.records`;
+In memory, as workers send them, they are the TypedDicts of `pipeline.cluster.worker_records`;
 `pipeline.report.collector` writes and
 reads the files.
 """
@@ -9,7 +9,7 @@ from typing import Final, Literal, TypedDict
 
 import pyarrow as pa
 
-from pipeline.cluster.records import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
+from pipeline.cluster.worker_records import BackendRecord, BatchRecord, WindowRecord, WorkerRecord
 
 Record = BatchRecord | WindowRecord | WorkerRecord
 

@@ -13,7 +13,7 @@ from pipeline.formatting import Log
 from pipeline.generate.plan import check_score_columns, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.stage_config import make_sampling, make_tokenize_config
 from pipeline.input.files import Listing
-from pipeline.input.plan import columns_of, plan_input
+from pipeline.input.input_plan import columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.scan import scan_file
 from skipdecode.checkpoint.hub import resolve_source

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.input.rows import iter_lines
+from pipeline.input.line_reader import iter_lines
 from tests.support.input_helpers import column, read_rows, write
 
 
@@ -27,7 +27,7 @@ def test_text_that_is_not_utf8_fails_its_line_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
 def test_lines_do_not_depend_on_where_reads_end(monkeypatch: Any, size: int) -> None:
-    monkeypatch.setattr("pipeline.input.rows.READ_BYTES", max(size, 3))
+    monkeypatch.setattr("pipeline.input.line_reader.READ_BYTES", max(size, 3))
     data = b"a\n\nbcdefghij\r\n\nk" * 50
     expected = data.split(b"\n")
     assert list(iter_lines(io.BytesIO(data))) == expected

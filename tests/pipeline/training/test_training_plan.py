@@ -9,7 +9,7 @@ import pytest
 from actors.training.recipe import learning_rate
 from pipeline.config.job import build_config
 from pipeline.training.config import FinetuneConfig
-from pipeline.training.plan import PlannedTraining, plan_training
+from pipeline.training.training_plan import PlannedTraining, plan_training
 
 SHAPE = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "ffn_dim": 64}
 

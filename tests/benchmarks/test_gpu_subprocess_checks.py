@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import own_kernels, processes
+from benchmarks.gpu import own_kernels
+from benchmarks.gpu import subprocess_checks as processes
 from benchmarks.gpu.bench import Bench, Check, Wrong
-from benchmarks.gpu.decoding import SMALL
-from benchmarks.gpu.processes import (
+from benchmarks.gpu.decoding_checks import SMALL
+from benchmarks.gpu.subprocess_checks import (
     LANE,
     LANE_NEEDS,
     ROOT,

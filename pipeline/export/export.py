@@ -6,7 +6,7 @@ from contextlib import closing
 import pyarrow as pa
 
 from pipeline.export.card import make_card
-from pipeline.export.plan import ExportPlan, Options, plan_export, shard_name
+from pipeline.export.export_plan import ExportPlan, Options, plan_export, shard_name
 from pipeline.export.shards import open_shard, read_parts
 from pipeline.export.target import Place, open_place
 from pipeline.formatting import Json, Log, count

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.input.prompt_templates import Prompter
 from pipeline.processor.build import build_processor, ignored_keys
-from pipeline.processor.rows import check_columns, made_id, merged, to_rows
+from pipeline.processor.dataset_rows import check_columns, made_id, merged, to_rows
 from pipeline.processor.stage import with_key, without_key
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request

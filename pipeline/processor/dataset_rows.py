@@ -22,7 +22,7 @@ from pipeline.input.columns import (
     to_text,
 )
 from pipeline.input.expansion import Documents, Expansion, expand
-from pipeline.input.plan import ROW_SCHEMA
+from pipeline.input.input_plan import ROW_SCHEMA
 from pipeline.input.prompt_templates import Prompter, check_templates, prompt_columns
 from pipeline.schema import (
     BAD_LINE,

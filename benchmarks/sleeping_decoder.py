@@ -1,6 +1,6 @@
 """A job whose decoder only sleeps: what rows take beyond that does not hide behind decoding (`benchmarks.overhead`).
 
-python -m benchmarks.sleeper -i prompts.parquet -o outputs/run model.source=models/opt-e2e
+python -m benchmarks.sleeping_decoder -i prompts.parquet -o outputs/run model.source=models/opt-e2e
 """
 
 import time
@@ -24,10 +24,10 @@ class SleepingModel(ModelThread):
         return WindowResult([Completion([5], "length", 1, 1) for _ in requests])
 
 
-class Sleeper(DecodeStage):
+class SleepingDecodeStage(DecodeStage):
     model_class = SleepingModel
 
 
 if __name__ == "__main__":
-    pipeline.generate.dataset.DecodeStage = Sleeper  # type: ignore[misc]
+    pipeline.generate.dataset.DecodeStage = SleepingDecodeStage  # type: ignore[misc]
     jobs.cli.start(jobs.generate.main)

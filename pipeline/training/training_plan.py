@@ -11,12 +11,14 @@ from pathlib import Path
 from actors.training.recipe import TrainConfig, num_steps
 from pipeline.checkpoint import find_model
 from pipeline.config.job import ConfigError
-from pipeline.demo.corpus import vary_names
+from pipeline.demo.restaurant_prompts import vary_names
 from pipeline.formatting import Log
 from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.model_folder import Files
 from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection
-from pipeline.training.corpus import (
+from pipeline.training.folder import TrainingFolder, check_apart
+from pipeline.training.schedules import check_schedules
+from pipeline.training.tokenized_pairs import (
     Corpus,
     blame,
     check_same_tokens,
@@ -26,9 +28,7 @@ from pipeline.training.corpus import (
     refuse_bad_rows,
     scan,
 )
-from pipeline.training.folder import TrainingFolder, check_apart
-from pipeline.training.records import Fingerprint, TrainingState
-from pipeline.training.schedules import check_schedules
+from pipeline.training.training_records import Fingerprint, TrainingState
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import check_folder
