@@ -19,7 +19,18 @@ from tests.docs.pages import (
     name,
 )
 
-FOLDERS = ("configs/", "deploy/", "models/", "benchmarks/", "docs/", "tests/", "skipdecode/", "jobs/")
+FOLDERS = (
+    "configs/",
+    "deploy/",
+    "models/",
+    "benchmarks/",
+    "docs/",
+    "tests/",
+    "skipdecode/",
+    "actors/",
+    "pipeline/",
+    "jobs/",
+)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
