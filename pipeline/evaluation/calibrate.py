@@ -1,8 +1,7 @@
 """`jobs.calibrate` as a library call: finds, on sample prompts, what a model can skip, and stores it with the model.
 
 The output is a copy of the checkpoint (weights are linked where the filesystem can) with `ffn_skip` or `drafts` in its
-`config.json`, and the measurements under `calibration/`. Everything runs in this process on one device; the
-measuring is
+`config.json`, and the measurements under `calibration/`. Everything runs in this process on one device; measuring is
 done by `actors.measuring.calibrate` and `actors.measuring.draft_search`.
 """
 

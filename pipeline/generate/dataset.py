@@ -72,7 +72,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
     # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Without
     # `strict` the last rows of every block would be a small window of their own
     rows = rows.repartition(target_num_rows_per_block=spec.window_rows, strict=True)
-    # it has no argument for it; a whole CPU, as Ray would ask for, may never be free beside readers that wait for it
+    # `repartition` cannot be given CPUs, and a whole one, Ray's default, may never be free while readers wait for it
     set_last_stage_cpus(rows, STAGE_CPUS)
     rows = rows.map_batches(
         tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, batch_format="pyarrow",

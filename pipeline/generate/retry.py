@@ -135,7 +135,7 @@ def _retry_folder(state: RunState) -> str:
 
 
 def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, log: Log) -> InputPlan:
-    """The rows that are tried again, into files beside the data; the plan with its duplicates."""
+    """Decodes the rows to retry again, into files outside `data/`; returns the plan with its duplicates."""
     files = planned.folder.all_data_files()
     work = find_work(planned, files, log, without_codes=RETRYABLE, subfolder=_retry_folder(state))
     if work.num_left != total:

@@ -1,8 +1,7 @@
 """Schemas of `metrics/*.parquet`: a record per batch, per part of a window and per start of a worker.
 
-In memory, as workers send them, they are the TypedDicts of `pipeline.cluster.worker_records`;
-`pipeline.report.collector` writes and
-reads the files.
+In memory, as workers send them, they are the TypedDicts of `pipeline.cluster.worker_records`. The files are written and
+read by `pipeline.report.collector`.
 """
 
 from typing import Final, Literal, TypedDict

@@ -1,4 +1,4 @@
-"""The parts of an OpenAI batch answer beside its text: log-probabilities, and the prompt again (`echo`).
+"""The parts of an OpenAI batch answer other than its text: log-probabilities, and the prompt again (`echo`).
 
 A line's wishes are in its own sampling parameters (`schema.SAMPLING`). The worker puts the scores beside them, and the
 task that finishes rows makes of both what the endpoint would send as text and `logprobs`. The answer files take it as

@@ -27,7 +27,7 @@ from pipeline.store.run_state import LeaseState
 
 LEASE_S = float(os.environ.get("SKIPDECODE_LEASE_S", "30"))  # another value: for trials, the same for all sessions
 BEAT_S = LEASE_S / 6
-SETTLE_S = 2.0  # beside a disk: by then a rival that saw no lease either has written its own
+SETTLE_S = 2.0  # on an object store: by then a rival that saw no lease either has written its own
 LOOKS_S = 0.1, 0.2, 0.4, 0.8  # between looks at a lease that is not there
 BEAT_DIGITS = 12
 LOCK_S, LOCK_TRIES = 0.25, 25

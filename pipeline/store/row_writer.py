@@ -36,7 +36,7 @@ class NoSpaceLeft(OSError):
 
 @dataclass(frozen=True)
 class RunSink:
-    """The end of Ray Data's pipeline: a callable for `map_batches` that gives no rows on."""
+    """The last stage of the pipeline: a callable for `map_batches`, which returns no rows."""
 
     filesystem: pafs.FileSystem
     root: str
