@@ -18,6 +18,7 @@ from actors.batching.full_depth_sample import FullDepthSample, agreement, figure
 from actors.batching.prompt_scoring import is_scored_alone, score_alone, with_scores
 from actors.batching.shared_prefixes import NOMINAL_CEILINGS, PrefillCosts, prefixes_in
 from actors.batching.windows import WindowCutter
+from actors.measuring.ceilings import measure_ceilings
 from actors.memory import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, MemoryBudget, check_weights_fit, is_device_lost
 from actors.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.backends.device import backend_on
@@ -27,20 +28,21 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
-from skipdecode.cost.roofline import Ceilings, measure_ceilings
+from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult, Completion
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, devices_of, dtype_name
+from skipdecode.model.devices import choose_device, choose_dtype, devices_of, dtype_name
 from skipdecode.schedules.from_config import known_acceptance, make_schedule
+from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
-from skipdecode.speculative.generate import generate_lossless
+from skipdecode.speculative.generate_lossless import generate_lossless
 from skipdecode.speculative.latency_model import LatencyModel
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.predict import MAX_GPUS, Workload, gpus_needed, num_weights, rows_that_fit
 from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": MAX_ROWS}  # `batch_size: auto`: more rows than this bring little on either kind
 DETERMINISTIC_ROWS = 32  # `batch_size: auto` under `deterministic`: the same on every machine

@@ -14,8 +14,8 @@ from skipdecode.engine.request import Request
 from skipdecode.kv.graph_cache import PoolFull
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import Schedule
-from skipdecode.speculative.generate import generate_lossless
+from skipdecode.schedules.schedule import Schedule
+from skipdecode.speculative.generate_lossless import generate_lossless
 
 ROWS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
 

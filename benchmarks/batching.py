@@ -29,9 +29,9 @@ from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.engine.request import Request
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
+from skipdecode.model.devices import choose_dtype, dtype_name
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 
 SHAPE, ROWS, BATCH, HORIZON = "opt-125m", 256, 64, 63
 LENGTHS = {"even": ([64], [1.0]), "skewed": ([16, 32, 256], [0.6, 0.3, 0.1])}  # new tokens, shares

@@ -27,8 +27,8 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.model.devices import choose_dtype, dtype_name
+from skipdecode.schedules.schedule import FullDepth
 
 WAYS = {
     "greedy": {"temperature": 0.0},

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from actors.measuring.bench import random_model
+from actors.measuring.ceilings import measure_ceilings
 from actors.memory import freeze_gc
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
@@ -34,20 +35,20 @@ from skipdecode.checkpoint.hub import DEMO
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.cost.roofline import Ceilings, measure_ceilings
+from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import now
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
+from skipdecode.model.devices import choose_dtype, dtype_name
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.lossless import Lossless, stored_drafts
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft import Draft
-from skipdecode.speculative.generate import run_to_the_end
+from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 

@@ -100,15 +100,15 @@ def ours(spec: Spec) -> Engine:
     import torch
 
     from actors.measuring.bench import make_graphs
+    from actors.measuring.ceilings import measure_ceilings
     from skipdecode.checkpoint.weights import load_model
     from skipdecode.config.sampling import Sampling
-    from skipdecode.cost.roofline import measure_ceilings
     from skipdecode.engine.generate import generate
     from skipdecode.engine.request import Request
     from skipdecode.schedules.from_config import make_schedule
     from skipdecode.schedules.lossless import Lossless, stored_drafts
     from skipdecode.speculative.controller import SpeculationController
-    from skipdecode.speculative.generate import generate_lossless
+    from skipdecode.speculative.generate_lossless import generate_lossless
     from skipdecode.speculative.latency_model import LatencyModel
 
     torch.set_num_threads(spec.threads)

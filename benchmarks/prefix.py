@@ -30,6 +30,7 @@ from actors.batching.buckets import Batch, cut_batches
 from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefixes
 from actors.generator import GeneratorConfig
 from actors.measuring.bench import random_model
+from actors.measuring.ceilings import measure_ceilings
 from actors.memory import MAX_BATCH_ROWS
 from benchmarks.peer_engines import Spec
 from benchmarks.peer_worker import Contestant, PeerError
@@ -37,14 +38,14 @@ from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.cost.roofline import BatchShape, Ceilings, measure_ceilings, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.families import released
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import choose_dtype, dtype_name
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.model.devices import choose_dtype, dtype_name
+from skipdecode.schedules.schedule import FullDepth
 
 BUCKETS = GeneratorConfig("", {}).length_buckets
 

@@ -20,7 +20,7 @@ from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.schedules.from_config import complete_ffn_skip, make_schedule
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import Lossless, stored_drafts
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 from skipdecode.schedules.trained import why_untuned
 
 

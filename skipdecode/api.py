@@ -20,9 +20,10 @@ from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import Request, refuse_too_long
 from skipdecode.engine.results import Completion, TokenLogprobs
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, launching_on
+from skipdecode.model.devices import choose_device, choose_dtype
+from skipdecode.model.pipeline_parallel import launching_on
 from skipdecode.schedules.from_config import METHODS, listed_schedule
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 DECODE_KEYS = frozenset({"method", "ffn_skip"}).union(*(method.keys for method in METHODS.values()))
 JOB_KEYS = frozenset({"lossless", "draft_tokens", "prefix", "n", "deterministic", "prompt_logprobs"})

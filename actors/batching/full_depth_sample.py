@@ -13,7 +13,7 @@ from skipdecode.cost.roofline import BatchShape, Ceilings, SharedShape, predict_
 from skipdecode.engine.results import BatchResult, LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 
 FIRST_PAIRS = (0, 2, 4)  # batches of each worker that are always in the sample: two make a useless interval
 

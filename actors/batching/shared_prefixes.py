@@ -15,7 +15,7 @@ from actors.batching.buckets import Batch, bucket_of, cut_batches
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.prefix_sharing import PREFIX_STEP, PrefixSharing, share_prefixes
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 MIN_PREFIX_TOKENS = 16  # shorter ones are mostly the same first word
 MIN_GAIN = 0.02  # of the prefill time of a window: below it prefixes are not shared

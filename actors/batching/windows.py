@@ -15,7 +15,7 @@ from skipdecode.cost.roofline import SharedShape
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import Request
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

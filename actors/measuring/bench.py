@@ -11,28 +11,22 @@ from typing import Any
 
 import torch
 
+from actors.measuring.ceilings import measure_ceilings
 from actors.measuring.profile import profile_step
 from actors.memory import DeviceMemory, free_bytes
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.batch_sizes import row_rounding, rows_within
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
-from skipdecode.cost.roofline import (
-    BatchShape,
-    Ceilings,
-    cache_bytes_per_row,
-    measure_ceilings,
-    predict_s,
-    training_flops,
-)
+from skipdecode.cost.roofline import BatchShape, Ceilings, cache_bytes_per_row, predict_s, training_flops
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.model.devices import dtype_name
 from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.from_config import listed_schedule
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 from skipdecode.training.loss import ResponseLoss
 
 

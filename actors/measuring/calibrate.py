@@ -19,7 +19,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import FFNExecutor, SimilarityRecorder, ffn_executor
 from skipdecode.model.teacher_forcing import IGNORE, TeacherBatch, teacher_batch
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 from skipdecode.training.shared_prompt import SharedPromptForward
 
 Pair = tuple[list[int], list[int]]

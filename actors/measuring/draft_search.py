@@ -14,11 +14,12 @@ from typing import Any
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import TeacherBatch, teacher_batch
 from skipdecode.schedules.from_config import METHODS, PRESETS, make_schedule, preset
+from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import ChosenLayers, FullDepth, LayerPlan, Schedule
-from skipdecode.speculative.acceptance import DraftedText
+from skipdecode.schedules.schedule import ChosenLayers, FullDepth, Schedule
 from skipdecode.speculative.controller import LAYERS, MIN_SPEEDUP, SpeculationController
 from skipdecode.speculative.latency_model import LatencyModel
+from skipdecode.speculative.measure_acceptance import DraftedText
 
 Pair = tuple[list[int], list[int]]
 """Prompt tokens and the tokens that the model wrote at full depth."""

@@ -19,7 +19,7 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.sampler import Sampler
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 REST = "rest (host, views, adds)"
 

@@ -16,7 +16,7 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import TokenLogprobs
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

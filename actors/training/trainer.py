@@ -24,7 +24,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import Linear
 from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.from_config import listed_schedule
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 from skipdecode.training.lora import lora_modules
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.swiftkv_init import SwiftKVLeastSquares

@@ -8,14 +8,15 @@ from functools import cached_property
 
 import torch
 
+from actors.measuring.ceilings import measure_ceilings
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.cost.roofline import Ceilings, measure_ceilings
+from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 
 Found = dict[str, object]
 

@@ -20,7 +20,7 @@ from skipdecode.engine.cuda_graphs import MAX_GRAPHS, CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.families import config_of
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 
 MIN_FRACTION = 0.5  # of the roofline, below which a kernel does not do what it should
 MAX_GROWTH = 256 << 20  # bytes that torch may reserve more over batches of mixed lengths

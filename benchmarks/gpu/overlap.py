@@ -17,7 +17,8 @@ from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
 from skipdecode.engine.prefill import allocate_cache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import Placement, deal
-from skipdecode.schedules.plan import FullDepth, LayerPlan
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import FullDepth
 
 COUNT = 2
 MAX_RATIO = 1.5

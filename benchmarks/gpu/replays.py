@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
 from skipdecode.engine.cuda_graphs import plans_of
-from skipdecode.schedules.plan import LayerPlan
+from skipdecode.schedules.layer_plan import LayerPlan
 
 REPLAYS = 20
 PROMISED = {"relu": 7, "swiglu": 8}

@@ -12,7 +12,7 @@ from pipeline.formatting import Json, Log
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.model import Quantization
 from skipdecode.families import released
-from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.model.devices import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def run_bench(config: BenchConfig, log: Log, *, profile: bool = False) -> dict[s
 
     from actors.measuring.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
     from skipdecode.backends.choice import choose
-    from skipdecode.model.pipeline_parallel import choose_device, choose_dtype
+    from skipdecode.model.devices import choose_device, choose_dtype
 
     device = choose_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -41,7 +41,7 @@ from pipeline.input.files import Listing, list_input
 from pipeline.store.run_folder import RunFolder
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.cost.roofline import cache_bytes_per_row
-from skipdecode.model.pipeline_parallel import choose_device
+from skipdecode.model.devices import choose_device
 from skipdecode.schedules.from_config import make_schedule
 
 LOW_DISK_BYTES = 1 << 30

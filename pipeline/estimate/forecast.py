@@ -20,7 +20,7 @@ from pipeline.estimate.measure import Measured, at_level, predicted_s, rows_by_s
 from pipeline.estimate.sample import Sample
 from pipeline.formatting import count, duration
 from skipdecode.engine.request import Request
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 WINDOWS: Final = 2
 SIMILAR: Final = 8  # answers that one is drawn from

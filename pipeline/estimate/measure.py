@@ -16,13 +16,14 @@ from typing import Final
 
 from actors.batching.buckets import Batch, bucket_of
 from actors.generator import Generator
-from skipdecode.cost.roofline import BatchShape, Ceilings, measure_ceilings, predict_s
+from actors.measuring.ceilings import measure_ceilings
+from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import CHECK_EVERY, carried_rows
-from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.model.devices import dtype_name
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 MAX_DECODED_ROWS: Final = 64
 PROBE_TOKENS: Final = 12  # new ones of each made-up row

@@ -46,7 +46,7 @@ from pipeline.store.model_folder import new_folder, written_whole
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
-from skipdecode.model.pipeline_parallel import choose_device
+from skipdecode.model.devices import choose_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,15 +9,16 @@ from dataclasses import asdict, dataclass
 from typing import TypedDict
 
 from actors.generator import Generator
+from actors.measuring.ceilings import measure_ceilings
 from actors.measuring.draft_search import Candidate, DraftSample, Pair, Search, Tell
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError
 from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
 from pipeline.formatting import Json, Log
-from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row, measure_ceilings
-from skipdecode.model.pipeline_parallel import dtype_name
+from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row
+from skipdecode.model.devices import dtype_name
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from skipdecode.speculative.latency_model import LatencyModel
 
 PROGRESS_S = 5.0

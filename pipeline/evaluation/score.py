@@ -40,9 +40,9 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import choose_device, choose_dtype
+from skipdecode.model.devices import choose_device, choose_dtype
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 FLAGS = ("--references", "--prompt-column", "--reference-column")  # as `jobs.evaluate` calls file and columns
 NUM_NAMED = 3  # prompts shown of those that have no counterpart

@@ -34,7 +34,7 @@ from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
-from skipdecode.model.pipeline_parallel import choose_device, choose_dtype, dtype_name
+from skipdecode.model.devices import choose_device, choose_dtype, dtype_name
 from skipdecode.schedules.from_config import METHODS, listed_schedule
 
 LOSS_ROWS = 16  # pairs per batch of the loss, which holds keys and values of all layers

@@ -23,7 +23,8 @@ from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.config.model import DecoderConfig
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import deal, dtype_name
+from skipdecode.model.devices import dtype_name
+from skipdecode.model.pipeline_parallel import deal
 from skipdecode.model.swiftkv import hf_parts as swiftkv_parts
 from skipdecode.schedules.trained import read_schedules
 

@@ -17,6 +17,9 @@ Quantization = Literal["int8"]
 WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
 """Bytes per weight while decoding. int8: one scale per output channel; the embedding is not quantised."""
 
+KV_ALIGNMENT = 16
+"""Elements that every address and stride of a KV cache is a multiple of, so that kernels load 16 bytes at a time."""
+
 Trainable = Literal["all", "swiftkv"]
 """What training changes: all weights, or only those that were added to the model for SwiftKV."""
 

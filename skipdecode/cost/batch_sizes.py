@@ -5,10 +5,8 @@ There are only a few sizes, so that shapes repeat and CUDA graphs can be reused 
 
 from collections.abc import Sequence
 
-from skipdecode.config.model import DecoderConfig
+from skipdecode.config.model import KV_ALIGNMENT, DecoderConfig
 
-ALIGNMENT = 16
-"""Elements that every address and stride of a cache is a multiple of, so that kernels load 16 bytes at a time."""
 MAX_ROWS = 256
 """Larger batches gain little on a GPU."""
 GROWTH = 2
@@ -33,7 +31,7 @@ def rung_within(rows: int) -> int:
 
 def row_rounding(config: DecoderConfig, itemsize: int) -> int:
     """Bytes that a row may need on top because its layers' columns are rounded up for graphs (`kv.graph_cache`)."""
-    return 2 * config.num_hidden_layers * (ALIGNMENT - 1) * config.kv_dim * itemsize
+    return 2 * config.num_hidden_layers * (KV_ALIGNMENT - 1) * config.kv_dim * itemsize
 
 
 def rows_within(

@@ -13,7 +13,7 @@ from skipdecode.cost.batch_sizes import row_rounding, rows_within
 from skipdecode.cost.gpu_specs import GPU, MEMORY_SHARE
 from skipdecode.cost.roofline import BatchShape, Ceilings, cache_bytes_per_row, plan_parts, predict_s
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 
 BANDWIDTH_REACHED = 0.8
 """The share of a data sheet's bandwidth. Published streaming reads on A100 and H100 reach 0.8 to 0.93."""

@@ -1,20 +1,17 @@
-"""What a plan costs: FLOPs, bytes, cache memory, and the time a device should need for them. No torch at import.
+"""What a plan costs: FLOPs, bytes, cache memory, and the time a device should need for them. No torch.
 
 A roofline with two more terms. Each sublayer takes max(FLOPs / peak, bytes / bandwidth); attention over the cache comes
 after the products that make its queries, and takes its own; each call of an operator costs a fixed overhead that small
 models cannot hide. Predictions are bounds to print beside measurements, not results.
 """
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from statistics import median
 from typing import Any
 
 from skipdecode.config.model import DecoderConfig
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_capacities, kv_sharing_map, steps_per_layer
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_sharing_map, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
 # fused into them, attention. A model that is not packed makes up to three times as many.
@@ -46,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device can do at best, measured on it (`measure_ceilings`)."""
+    """What the device can do at best, measured on it (`actors.measuring.ceilings`)."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -243,49 +240,3 @@ def cache_bytes_per_row(
     """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
     columns = kv_capacities(kv_sharing_map(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
     return 2 * sum(columns.values()) * config.kv_dim * itemsize
-
-
-def measure_ceilings(device: str, dtype: str) -> Ceilings:
-    """Measures the ceilings of a device in about a second: a matrix product, a read of more memory than caches hold,
-    and a chain of tiny calls.
-
-    It uses torch's own routines whatever kernels decode here, so that a slow kernel does not lower its own ceiling. The
-    product is the fastest one that torch has for `dtype`, or on a CPU for float32, which some CPUs multiply faster than
-    bfloat16. int8 weights have no ceiling of their own.
-    """
-    import torch
-
-    from skipdecode.backends.device import backend_on
-
-    kind = getattr(torch, dtype)
-    is_cuda = device.startswith("cuda")
-    n = 8192 if is_cuda else 1024
-
-    def timed(fn: Callable[[], object], repeats: int) -> float:
-        times = []
-        for _ in range(repeats):
-            if is_cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            fn()
-            if is_cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return median(times[1:])
-
-    with torch.inference_mode():
-        matmul_s = math.inf
-        for number in {kind} if is_cuda else {kind, torch.float32}:
-            x, weight = (torch.randn(rows, n, device=device).to(number) for rows in (2 * n, n))
-            products = backend_on(x.device).library_matmuls(weight)
-            matmul_s = min(matmul_s, *(timed(partial(product, x), 6) for product in products))
-        source = torch.ones(1 << 28 if is_cuda else 1 << 26, dtype=torch.float32, device=device)
-        read_s = timed(source.sum, 6)
-        small = torch.ones(1, 64, device=device, dtype=kind)
-
-        def chain() -> None:
-            for _ in range(200):
-                small.add(1.0)
-
-        call_s = timed(chain, 8) / 200
-    return Ceilings(4.0 * n**3 / matmul_s, source.nbytes / read_s, call_s)

@@ -35,7 +35,7 @@ from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.sampler import argmax, cuts, pick
 from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_by_age
-from skipdecode.schedules.plan import Schedule, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_sharing_map
 
 CARRY = 1 / 8  # ended rows between running ones stay up to this share of the batch
 

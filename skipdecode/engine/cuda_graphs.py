@@ -28,8 +28,9 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.sampler import argmax
+from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import LayerRanges
-from skipdecode.schedules.plan import LayerPlan, Schedule
+from skipdecode.schedules.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

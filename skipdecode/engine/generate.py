@@ -16,7 +16,7 @@ from skipdecode.engine.request import DecodeText, Request, Row, complete
 from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, now
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 
 @torch.inference_mode()

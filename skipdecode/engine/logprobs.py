@@ -14,7 +14,7 @@ from skipdecode.engine.request import Row
 from skipdecode.engine.results import TokenLogprobs
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 
 SCORED_TOKENS = 256  # at a time, since the logits of a whole long prompt would take hundreds of megabytes
 

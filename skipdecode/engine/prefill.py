@@ -18,7 +18,8 @@ from skipdecode.engine.request import Request
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import wants_all_heads
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_capacities, kv_sharing_map
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_sharing_map
 
 PREFILL_BYTES = 1 << 30  # GPU memory for states, masks and copies of keys of the prompts that are fed together
 PROMPT_STEP = 16  # lengths are padded to multiples: kernels prepare for every shape, and padding costs little

@@ -22,7 +22,8 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.cost.roofline import SharedShape
 from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import Schedule, kv_sharing_map
 
 PREFIX_STEP = 2  # the length of a prefix is a multiple of this
 

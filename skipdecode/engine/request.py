@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from skipdecode.checkpoint.detokenizer import StopStringSearch
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.results import Completion, TokenLogprobs
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 DecodeText = Callable[[Sequence[int]], str]
 CANCELLED = "cancelled"

@@ -26,7 +26,7 @@ from skipdecode.engine.results import BatchStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ffn_executor
 from skipdecode.model.sampler import Sampler
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 COMPACT_AT = 0.5  # drop ended rows when at most this share of the batch still runs
 CHECK_EVERY = {"cpu": 1, "cuda": 4}  # steps whose tokens the host reads together

@@ -22,8 +22,7 @@ from skipdecode.backends.backend import GraphKVRange
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Rotation, rotation_at
-from skipdecode.config.model import DecoderConfig
-from skipdecode.cost.batch_sizes import ALIGNMENT
+from skipdecode.config.model import KV_ALIGNMENT, DecoderConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import StepView
 
@@ -39,8 +38,8 @@ class CachePool:
     """
 
     def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-        count = max(ALIGNMENT, num_bytes // dtype.itemsize // ALIGNMENT * ALIGNMENT)
-        self.memory: Tensor = torch.zeros(ALIGNMENT, dtype=dtype, device=device).new_empty(count)
+        count = max(KV_ALIGNMENT, num_bytes // dtype.itemsize // KV_ALIGNMENT * KV_ALIGNMENT)
+        self.memory: Tensor = torch.zeros(KV_ALIGNMENT, dtype=dtype, device=device).new_empty(count)
         self._gaps: list[tuple[int, int]] = [(0, count)]  # [start, end), ascending, no two adjacent
         # The last reference to a part may be dropped on any thread, and by the garbage collector within any line here
         # that allocates, where a lock would wait for itself. So returned parts go to a queue, whose `append` is atomic.
@@ -61,7 +60,7 @@ class CachePool:
 
     def take(self, count: int) -> "PoolPart":
         """Memory for `count` elements; PoolFull if no gap is that large."""
-        count = -(-count // ALIGNMENT) * ALIGNMENT
+        count = -(-count // KV_ALIGNMENT) * KV_ALIGNMENT
         for at, (start, end) in enumerate(self._free()):
             if end - start >= count:
                 self._gaps[at : at + 1] = [(start + count, end)] if end - start > count else []
@@ -121,7 +120,7 @@ class Layout:
     @classmethod
     def of(cls, config: DecoderConfig, rows: int, capacities: Sequence[int], sharing_map: Sequence[int]) -> "Layout":
         """The layout for `capacities` [L], rounded up so that every row begins at a multiple of 16 elements."""
-        columns = {owner: -(-capacities[owner] // ALIGNMENT) * ALIGNMENT for owner in sorted(set(sharing_map))}
+        columns = {owner: -(-capacities[owner] // KV_ALIGNMENT) * KV_ALIGNMENT for owner in sorted(set(sharing_map))}
         return cls(rows, config.num_kv_heads, config.head_dim, columns)
 
     @property

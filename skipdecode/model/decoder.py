@@ -26,8 +26,8 @@ from skipdecode.model.linear import Linear, pack, product
 from skipdecode.model.pipeline_parallel import Placement, in_phases
 from skipdecode.model.sampler import argmax
 from skipdecode.model.swiftkv import SwiftKV
+from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import LayerRanges
-from skipdecode.schedules.plan import LayerPlan
 
 
 class Decoder(nn.Module):

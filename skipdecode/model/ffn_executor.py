@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.schedules.plan import LayerPlan, Schedule
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import Schedule
 
 
 class FeedForward(Protocol):

@@ -1,4 +1,4 @@
-"""The devices and the dtype that a model computes with, and pipeline parallelism over several devices.
+"""Pipeline parallelism: the layers of one model on several devices.
 
 A model that does not fit on one device has its layers on several. They are assigned in small blocks, round robin,
 rather than in contiguous halves: schedules skip low and middle layers, so the device with the upper half would do
@@ -8,7 +8,6 @@ A batch is cut into as many parts as there are devices: while one part is on a d
 The order in which the host launches work achieves that, since it never waits (`in_phases`).
 """
 
-import re
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,47 +17,10 @@ from typing import TypeVar
 
 import torch
 
-from skipdecode.backends.device import backend_on
-
 BLOCK = 2  # layers assigned at a time: moving states costs little compared with the weights of two large layers
 
 T = TypeVar("T")
 Groups = tuple[tuple[int, ...], ...]
-
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of a name such as `cpu` or `cuda:1`; `auto` is the GPU if there is one."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device: must be auto, cpu or cuda, got {name!r}")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def devices_of(device: torch.device, count: int) -> tuple[torch.device, ...]:
-    """The devices that one worker decodes on: the first `count` visible GPUs, or the CPU `count` times. Raises
-    ValueError if there are fewer GPUs."""
-    if device.type != "cuda" or count == 1:
-        return (device,) * count
-    if (found := torch.cuda.device_count()) < count:
-        raise ValueError(f"{found} GPUs are visible here, and actors.num_gpus asks for {count}")
-    return tuple(torch.device("cuda", number) for number in range(count))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as configurations write it, such as `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of a name in DTYPES; `auto` is what the device's back end takes."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, got {name!r}")
-    dtype: torch.dtype = getattr(torch, backend_on(device).dtype if name == "auto" else name)
-    return dtype
 
 
 @dataclass(frozen=True)

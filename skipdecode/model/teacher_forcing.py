@@ -22,8 +22,9 @@ from skipdecode.kv.view import attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
 from skipdecode.model.layer_loop import run_layers
+from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import LayerRanges, Range
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_sharing_map
 
 IGNORE = -100  # torch's cross_entropy default
 

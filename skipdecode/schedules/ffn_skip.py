@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from skipdecode.schedules.plan import LayerPlan, WrappedSchedule
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import WrappedSchedule
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,15 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import Lossless, lossless_schedule, stored_drafts
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.schedule import (
+    ChosenLayers,
+    EarlyExit,
+    FullDepth,
+    Schedule,
+    SkipDecode,
+    SwiftPrefill,
+    Unified,
+)
 
 # Paper Table 2: target speedup -> (max_layers, min_layers) with one warm-up layer.
 PRESETS = {

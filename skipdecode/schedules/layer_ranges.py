@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from skipdecode.schedules.plan import LayerPlan, Schedule, has_no_kv_holes
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import Schedule, has_no_kv_holes
 
 Range = slice | None
 """The rows or tokens that run a sublayer; None: it does not run."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from skipdecode.config.model import DecoderConfig
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 
 KEYS = ("lossless", "draft_tokens")
 """The keys of a `decode:` mapping that are not its schedule's."""

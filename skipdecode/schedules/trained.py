@@ -10,7 +10,7 @@ from typing import Any
 from skipdecode.config.json_files import check_mapping, check_mappings, read_json
 from skipdecode.config.model import DecoderConfig
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import LayerPlan
+from skipdecode.schedules.layer_plan import LayerPlan
 
 SCHEDULE_FILE, TRAINED_FILE = "skip_decode.json", "trained_schedules.json"
 """Files of an adapter: the schedule that generation uses by default, and all schedules of its last training."""

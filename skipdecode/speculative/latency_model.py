@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import Ceilings, Cost, attention_cost, ffn_cost, head_cost
-from skipdecode.schedules.plan import LayerPlan
+from skipdecode.schedules.layer_plan import LayerPlan
 
 if TYPE_CHECKING:
     from skipdecode.model.decoder import Decoder

@@ -27,7 +27,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.sampler import argmax, cuts, pick
 from skipdecode.schedules.layer_ranges import LayerRanges
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 
 # Ended rows keep their slots up to this share of the batch. Where the kernels take slots, an ended row costs nothing,
 # and copying the others would cost more than to carry it.

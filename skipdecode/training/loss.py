@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import IGNORE, TeacherBatch, teacher_forced_logits, teacher_forced_states
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 from skipdecode.training.shared_prompt import SharedPromptForward
 
 

@@ -23,8 +23,9 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
 from skipdecode.model.layer_loop import layer_call, run_layers
 from skipdecode.model.teacher_forcing import ForcedView, TeacherBatch, token_ranges
+from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import LayerRanges
-from skipdecode.schedules.plan import LayerPlan, Schedule, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_sharing_map
 
 PromptKV = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values of the prompts by layer, [B, G, P - 1, K] each."""

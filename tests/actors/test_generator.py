@@ -20,7 +20,7 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
-from skipdecode.schedules.plan import EarlyExit, SkipDecode
+from skipdecode.schedules.schedule import EarlyExit, SkipDecode
 from tests.support.random_requests import BUCKETS, SKIP, one_by_one, random_requests
 from tests.support.schedules import decodes
 

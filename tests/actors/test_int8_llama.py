@@ -13,7 +13,7 @@ from skipdecode.backends import choice
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 
 SHAPE = LlamaConfig(vocab_size=256, hidden_size=64, num_hidden_layers=4, intermediate_size=160, num_attention_heads=4,
                     num_key_value_heads=2, max_position_embeddings=128, init_std=0.08)  # fmt: skip

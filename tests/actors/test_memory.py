@@ -30,7 +30,7 @@ from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import released
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 from tests.support.naive import random_prompts
 

@@ -25,7 +25,7 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.lora_adapters import merge_by_hand, write_adapter
 from tests.support.verbs import Call
 

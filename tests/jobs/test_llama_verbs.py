@@ -22,7 +22,7 @@ from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.family_tokenizers import SENTENCEPIECE_SPECIAL, sentencepiece
 from tests.support.finetune_helpers import curve
 from tests.support.gguf_models import Writer, add_sentencepiece, random_model, write_model

@@ -20,7 +20,7 @@ from skipdecode.checkpoint.weights import check_folder, load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.family_tokenizers import NASTY, SENTENCEPIECE_SPECIAL, sentencepiece
 from tests.support.gguf_models import Writer, add_sentencepiece, random_model, write_model
 

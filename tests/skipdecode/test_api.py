@@ -18,7 +18,7 @@ from skipdecode import TextModel, generate, load
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
-from skipdecode.schedules.plan import Unified
+from skipdecode.schedules.schedule import Unified
 
 PROMPTS = ["The Golden Otter", "is", "a restaurant near the river, and it is", ""]
 

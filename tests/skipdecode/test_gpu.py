@@ -26,8 +26,8 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
-from skipdecode.speculative.generate import run_to_the_end
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.schedules import SCHEDULES
 

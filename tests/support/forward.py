@@ -7,7 +7,7 @@ from torch import Tensor
 
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import LayerPlan
+from skipdecode.schedules.layer_plan import LayerPlan
 
 
 def left_pad(prompts: Sequence[Sequence[int]], columns: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from transformers import OPTForCausalLM
 
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 
 L = 6
 FULL = FullDepth(L)

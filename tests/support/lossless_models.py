@@ -13,7 +13,7 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 from skipdecode.speculative.controller import Decision, SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import LatencyModel

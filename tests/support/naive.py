@@ -18,7 +18,7 @@ from transformers import OPTForCausalLM
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

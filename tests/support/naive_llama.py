@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 from tests.support.naive import FFNRule
 
 

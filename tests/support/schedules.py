@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import Schedule
+from skipdecode.schedules.schedule import Schedule
 
 L = 6
 """Layers of the tiny models."""

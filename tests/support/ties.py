@@ -7,7 +7,7 @@ from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 
 LOGITS_CLOSE, NUMBER_CLOSE = 1e-5, 1e-6
 

@@ -25,8 +25,8 @@ from skipdecode.backends.triton_kernels import TritonKernels
 from skipdecode.engine.generate import generate
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, SkipDecode, SwiftPrefill, Unified
-from skipdecode.speculative.generate import run_to_the_end
+from skipdecode.schedules.schedule import FullDepth, SkipDecode, SwiftPrefill, Unified
+from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import cpu_computed_by, random_model, some_requests
 

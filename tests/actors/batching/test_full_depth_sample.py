@@ -15,7 +15,7 @@ from actors.generator import Generator
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult, BatchStats, Completion
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.random_requests import one_by_one, random_requests
 
 

@@ -26,7 +26,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.engine.request import Request
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 from tests.support.shared_prompts import grouped_prompts, llama, opt
 from tests.support.tiny_models import save_model, save_tokenizer
 

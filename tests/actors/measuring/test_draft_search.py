@@ -12,7 +12,7 @@ from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.generate import generate
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import ChosenLayers, FullDepth, SkipDecode, Unified
+from skipdecode.schedules.schedule import ChosenLayers, FullDepth, SkipDecode, Unified
 from skipdecode.speculative.controller import MAX_DRAFT_TOKENS, MIN_SPEEDUP
 from skipdecode.speculative.latency_model import LatencyModel
 from tests.support.cuda_models import random_model, some_requests

@@ -12,7 +12,7 @@ from skipdecode.cost.roofline import training_flops
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.sampler import Sampler
-from skipdecode.schedules.plan import FullDepth, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, SkipDecode
 
 SMALL = ["batch_sizes=[2]", "prompt_tokens=[6]", "new_tokens=5", "repeats=2", "dtype=float32", "threads=1"]
 SKIP = "schedules=[{method: skipdecode, max_layers: 3, min_layers: 2}]"

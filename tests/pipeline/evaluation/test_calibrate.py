@@ -22,7 +22,7 @@ from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.engine.generate import generate
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
-from skipdecode.schedules.plan import FullDepth, Schedule, Unified
+from skipdecode.schedules.schedule import FullDepth, Schedule, Unified
 from tests.support.naive import FFNRule, NaiveRow, greedy, random_prompts, requests_for
 from tests.support.verbs import Call
 

@@ -19,7 +19,7 @@ from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, SwiftPrefill
 from tests.support.pipeline_runs import prompts, read, write_jsonl
 from tests.support.schedules import decodes
 from tests.support.verbs import Job

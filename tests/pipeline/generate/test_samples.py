@@ -15,7 +15,7 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate as decode
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.verbs import Call
 
 pytestmark = pytest.mark.ray

@@ -18,7 +18,7 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
-from skipdecode.schedules.plan import FullDepth, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, SwiftPrefill
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 from tests.support.tiny_models import VOCAB
 

@@ -16,7 +16,7 @@ from pipeline.training.distill import init_swiftkv
 from pipeline.training.training_plan import plan_training
 from skipdecode.checkpoint.weights import adapter_of, load_model
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from skipdecode.schedules.trained import SCHEDULE_FILE, TRAINED_FILE
 from skipdecode.training.lora import LoraShape, add_lora, lora_modules, save_adapter
 from tests.support.finetune_helpers import arguments, curve, validations, write_pairs

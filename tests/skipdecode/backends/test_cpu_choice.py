@@ -11,7 +11,7 @@ import torch
 import skipdecode
 from skipdecode.backends import build, choice
 from skipdecode.backends.choice import NEEDS, BackendError
-from skipdecode.model.pipeline_parallel import choose_dtype
+from skipdecode.model.devices import choose_dtype
 from tests.support.cpu_backends import NAMES
 
 ROOT = Path(skipdecode.__file__).parents[1]

@@ -27,7 +27,7 @@ from skipdecode.model import sampler
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import Linear
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import (
+from skipdecode.schedules.schedule import (
     ChosenLayers,
     FullDepth,
     Schedule,

@@ -18,7 +18,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.teacher_forcing import ForcedView
-from skipdecode.schedules.plan import LayerPlan
+from skipdecode.schedules.layer_plan import LayerPlan
 from tests.support.cpu_backends import Kind, kind, num_threads, product_dtype, read_last, step_one
 from tests.support.cpu_layers import SHAPES, TOLERANCE, layers
 from tests.support.cpu_llama_layers import POSITIONS, REAL, LlamaLayer, Spec, assert_close, specs

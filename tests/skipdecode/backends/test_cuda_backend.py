@@ -20,8 +20,8 @@ from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.kv.slot_cache import TokensView, query_index
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
-from skipdecode.speculative.generate import run_to_the_end
+from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, some_requests
 

@@ -18,7 +18,7 @@ from skipdecode.checkpoint.lora_adapter import LoraKeys
 from skipdecode.checkpoint.weights import check_folder, load_model
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from skipdecode.schedules.trained import SCHEDULE_FILE, TRAINED_FILE
 from tests.support.gguf_models import random_model, write_model
 from tests.support.lora_adapters import merge_by_hand, write_adapter

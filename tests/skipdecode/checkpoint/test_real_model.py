@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.engine.generate import generate
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.naive import greedy, requests_for, tokens_of
 
 ROWS, NEW, AT_ONCE = 200, 64, 20

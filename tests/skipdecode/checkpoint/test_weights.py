@@ -18,7 +18,7 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import check_folder, load_model, save_model, weight_files
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 
 STYLES = ["125m", "350m", "1.3b"]
 TOKENS = torch.tensor([[2, 9, 250, 17, 31, 4, 300], [2, 5, 5, 77, 140, 319, 8]])

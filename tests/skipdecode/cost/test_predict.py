@@ -21,7 +21,7 @@ from skipdecode.cost.predict import (
 from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.families import released
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 
 WORK = Workload()
 FAST = ("h100",)  # of those GPUs, what every run tries

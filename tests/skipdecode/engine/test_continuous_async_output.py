@@ -19,7 +19,7 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.kv.slot_cache import SlotCache
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import Schedule, SkipDecode
+from skipdecode.schedules.schedule import Schedule, SkipDecode
 from tests.support.naive import greedy, random_prompts
 from tests.support.schedules import SCHEDULES
 

@@ -18,7 +18,7 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_ranges import layer_ends
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from tests.support.naive import greedy, random_prompts
 from tests.support.schedules import SCHEDULES
 

@@ -25,7 +25,7 @@ from skipdecode.families import config_of
 from skipdecode.kv import view
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
 from tests.support.graphs import ROOM, Ending, FakeCaptures, L, as_cuda, make_requests, model
 from tests.support.schedules import SCHEDULES
 

@@ -9,7 +9,7 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv.graph_cache import PoolFull
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import FullDepth, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, SkipDecode
 from tests.support.graphs import ROOM, FakeCaptures, L, as_cuda, make_requests, model
 
 __all__ = ["as_cuda", "model"]  # fixtures

@@ -23,7 +23,7 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.model import layer_loop
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.sampler import Sampler
-from skipdecode.schedules.plan import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
 from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

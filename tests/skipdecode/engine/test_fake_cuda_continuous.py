@@ -15,7 +15,7 @@ from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import share_prefixes
 from skipdecode.engine.request import Request
-from skipdecode.schedules.plan import EarlyExit, FullDepth, SkipDecode
+from skipdecode.schedules.schedule import EarlyExit, FullDepth, SkipDecode
 from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

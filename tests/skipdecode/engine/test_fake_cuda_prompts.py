@@ -24,7 +24,7 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.kv import view
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
-from skipdecode.schedules.plan import FullDepth
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

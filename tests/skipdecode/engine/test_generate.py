@@ -20,7 +20,7 @@ from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, Schedule, SkipDecode, Unified
+from skipdecode.schedules.schedule import ChosenLayers, EarlyExit, Schedule, SkipDecode, Unified
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate
 from tests.support.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES

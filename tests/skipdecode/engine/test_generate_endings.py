@@ -15,7 +15,7 @@ from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import Completion
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import SkipDecode
+from skipdecode.schedules.schedule import SkipDecode
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
 

@@ -19,8 +19,8 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
-from skipdecode.speculative.generate import generate_lossless
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.speculative.generate_lossless import generate_lossless
 from tests.support.cpu_backends import KINDS, NAMES, forced
 from tests.support.graphs import cpu_as_cuda
 from tests.support.schedules import SCHEDULES

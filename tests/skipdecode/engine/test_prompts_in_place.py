@@ -12,8 +12,8 @@ from skipdecode.engine.request import Request
 from skipdecode.kv.slot_cache import SlotCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import SkipDecode, Unified
-from skipdecode.speculative.generate import generate_lossless
+from skipdecode.schedules.schedule import SkipDecode, Unified
+from skipdecode.speculative.generate_lossless import generate_lossless
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.lossless_models import FULL, L, models
 from tests.support.naive import random_prompts

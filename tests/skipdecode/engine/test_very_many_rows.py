@@ -14,7 +14,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
-from skipdecode.speculative.generate import generate_lossless
+from skipdecode.speculative.generate_lossless import generate_lossless
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.lossless_models import DRAFTS, FULL, Erratic, L, models

@@ -20,7 +20,8 @@ from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule, SwiftPrefill
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import FullDepth, Schedule, SwiftPrefill
 from tests.support.families import FAMILY_MODELS, L, family_config
 from tests.support.forward import feed, left_pad
 from tests.support.naive import FFNRule, greedy, requests_for, tokens_of

@@ -18,7 +18,8 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.families.opt import OPTConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import FullDepth, LayerPlan
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.cpu_backends import forced
 from tests.support.forward import feed, left_pad
 from tests.support.graphs import cpu_as_cuda

@@ -20,9 +20,10 @@ from skipdecode.families import config_of
 from skipdecode.kv.static_cache import PaddedView
 from skipdecode.model import layer_loop
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.pipeline_parallel import BLOCK, Placement, cut, deal, devices_of, in_phases
+from skipdecode.model.devices import devices_of
+from skipdecode.model.pipeline_parallel import BLOCK, Placement, cut, deal, in_phases
 from skipdecode.model.teacher_forcing import ForcedView, teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES
 

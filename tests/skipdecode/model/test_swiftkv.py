@@ -29,7 +29,7 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.training.swiftkv_init import SwiftKVLeastSquares
 from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES

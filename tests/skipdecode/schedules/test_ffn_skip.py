@@ -24,7 +24,7 @@ from skipdecode.model.ffn_executor import ALL_ROWS, SimilarityRecorder, similari
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.plan import FullDepth, Schedule, has_no_kv_holes
+from skipdecode.schedules.schedule import FullDepth, Schedule, has_no_kv_holes
 from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES
 

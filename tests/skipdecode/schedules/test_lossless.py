@@ -7,7 +7,7 @@ import pytest
 from skipdecode.families import config_of
 from skipdecode.schedules.from_config import listed_schedule, make_schedule
 from skipdecode.schedules.lossless import MOST_DRAFTS, Lossless
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 
 L = 24
 OPT = config_of({"model_type": "opt", "num_hidden_layers": L, "hidden_size": 2048, "ffn_dim": 8192,

@@ -9,7 +9,7 @@ from skipdecode.backends.cpu_backend import CompiledBackend
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.families import released
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 from skipdecode.speculative.controller import (
     FIRST_PAUSE,
     LAYERS,

@@ -12,7 +12,7 @@ from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, SkipDecode
 from skipdecode.speculative.controller import Decision, SpeculationController
 from skipdecode.speculative.draft_vocab import HALVED_EVERY, SEEN, SHARE, TOO_FEW, DraftHead, DraftVocabulary
 from skipdecode.speculative.latency_model import LatencyModel

@@ -21,10 +21,10 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, Unified
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, Unified
 from skipdecode.speculative import ragged_batch
 from skipdecode.speculative.controller import Decision, Outcome, SpeculationController
-from skipdecode.speculative.generate import generate_lossless
+from skipdecode.speculative.generate_lossless import generate_lossless
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cpu_backends import forced, kind, product_dtype

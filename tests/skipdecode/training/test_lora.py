@@ -18,7 +18,7 @@ from actors.training.workers import Pair
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 from skipdecode.training.lora import LoraShape, add_lora, linear_names, lora_modules, save_adapter
 from skipdecode.training.loss import ResponseLoss
 

@@ -21,7 +21,8 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import IGNORE, ForcedView, teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipSaturated
 from skipdecode.schedules.from_config import listed_schedule
-from skipdecode.schedules.plan import FullDepth, LayerPlan, Schedule, SkipDecode
+from skipdecode.schedules.layer_plan import LayerPlan
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 from skipdecode.training.loss import ResponseLoss, response_loss
 from tests.support.schedules import SCHEDULES
 from tests.support.train_configs import make_config

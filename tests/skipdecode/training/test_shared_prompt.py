@@ -23,7 +23,7 @@ from skipdecode.model.teacher_forcing import (
     teacher_forced_states,
 )
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.plan import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.shared_prompt import SharedPromptForward
 from tests.support.schedules import SCHEDULES

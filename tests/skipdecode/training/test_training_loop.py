@@ -17,7 +17,7 @@ from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.plan import FullDepth, SkipDecode
+from skipdecode.schedules.schedule import FullDepth, SkipDecode
 from tests.support.train_configs import make_config
 
 

@@ -11,12 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skipdecode.schedules.from_config import METHODS, make_schedule, preset
+from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import ALL, LayerRanges
-from skipdecode.schedules.plan import (
+from skipdecode.schedules.schedule import (
     ChosenLayers,
     EarlyExit,
     FullDepth,
-    LayerPlan,
     SkipDecode,
     SwiftPrefill,
     Unified,
@@ -305,8 +305,10 @@ def test_layers_with_nothing_between_them_are_a_group() -> None:
 
 @pytest.mark.process
 def test_plan_and_config_and_cost_import_no_torch() -> None:
-    code = "import sys, skipdecode.schedules.plan, skipdecode.config.model, skipdecode.cost.roofline; print('torch' "
-    "in sys.modules)"
+    code = (
+        "import sys, skipdecode.schedules.schedule, skipdecode.config.model, skipdecode.cost.roofline; "
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

@@ -9,56 +9,10 @@ are nested over the steps, so no token ever needs K/V that an earlier token did 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Protocol
 
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """Which sublayers run in one forward call, the same for every row of the batch."""
-
-    attn: tuple[bool, ...]
-    """[L] whether attention runs and writes K/V."""
-    ffn: tuple[bool, ...]
-    """[L] whether the feed-forward block runs."""
-    dynamic_ffn: tuple[bool, ...] = ()
-    """[L] which of the blocks in `ffn` run only for the rows that need them, as decided on the device
-    (`skipdecode.model.ffn_executor`); empty if none."""
-    kv_layers: int | None = None
-    """SwiftKV: the first layer whose K/V come from the state entering the first executed layer at or above it, as do
-    those of all layers above; of a prompt only the last token runs these layers. None: every layer projects its own."""
-
-    @classmethod
-    def of_layers(cls, layers: Sequence[int], num_layers: int) -> "LayerPlan":
-        """The plan that runs both sublayers of each of `layers`."""
-        chosen = frozenset(layers)
-        runs = tuple(layer in chosen for layer in range(num_layers))
-        return cls(attn=runs, ffn=runs)
-
-    @cached_property
-    def layers(self) -> tuple[int, ...]:
-        """The layers of which at least one sublayer runs."""
-        return tuple(i for i, runs in enumerate(zip(self.attn, self.ffn, strict=True)) if any(runs))
-
-    @property
-    def num_layers_run(self) -> int:
-        return len(self.layers)
-
-    @property
-    def is_static(self) -> bool:
-        """True if no feed-forward block is decided per row at run time."""
-        return not self.dynamic_ffn
-
-    @property
-    def static_ffns(self) -> tuple[bool, ...]:
-        """[L] which feed-forward blocks run for all rows."""
-        if not self.dynamic_ffn:
-            return self.ffn
-        return tuple(runs and not dynamic for runs, dynamic in zip(self.ffn, self.dynamic_ffn, strict=True))
-
-    @property
-    def num_static_ffns(self) -> int:
-        return sum(self.static_ffns)
+from skipdecode.schedules.layer_plan import LayerPlan
 
 
 class Schedule(Protocol):

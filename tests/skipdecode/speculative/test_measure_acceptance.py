@@ -11,12 +11,12 @@ from skipdecode.engine.results import LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.plan import ChosenLayers, EarlyExit, FullDepth, Unified
-from skipdecode.speculative.acceptance import DraftedText
+from skipdecode.schedules.schedule import ChosenLayers, EarlyExit, FullDepth, Unified
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
-from skipdecode.speculative.generate import generate_lossless
+from skipdecode.speculative.generate_lossless import generate_lossless
 from skipdecode.speculative.latency_model import LatencyModel
+from skipdecode.speculative.measure_acceptance import DraftedText
 from skipdecode.speculative.ngram import NgramProposer
 from tests.support.cuda_models import random_model, some_requests
 from tests.support.lossless_models import DRAFTS as DRAFTS_AND_FULL

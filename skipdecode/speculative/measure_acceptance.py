@@ -19,7 +19,7 @@ from skipdecode.model.ffn_executor import ALL_ROWS
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.teacher_forcing import IGNORE, ForcedView, TeacherBatch, token_ranges
 from skipdecode.schedules.layer_ranges import LayerRanges
-from skipdecode.schedules.plan import FullDepth, Schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
 
 
 class DraftedText:
