@@ -214,7 +214,7 @@ class Generator:
             self.config.decode,
             num_layers=self.model.config.num_hidden_layers,
             max_new_tokens=DRAFT_HORIZON if self.config.decode.get("lossless") else max_new_tokens,
-            kv_layers=self.model.config.kv_layers(self.config.prefill),
+            swiftkv_from=self.model.config.swiftkv_layer(self.config.prefill),
         )
 
     def batch_size(self, bucket: int, max_new_tokens: int, *, prefix_columns: int = 0) -> int:

@@ -39,7 +39,7 @@ from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
-from skipdecode.engine.static_batch import now
+from skipdecode.engine.static_batch import synchronized_time
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import choose_dtype, dtype_name
@@ -108,7 +108,7 @@ def decode(
 ) -> BatchResult:
     """`wanted`: of full depth, for scripted drafts; none: the model's own drafts."""
     kind = Scripted if wanted else SpeculativeBatch
-    start = now(model.device)
+    start = synchronized_time(model.device)
     batch = kind(model, controller.schedule, controller=controller, is_closed=True)
     if isinstance(batch, Scripted):
         batch.wanted, batch.rng = wanted, random.Random(0)

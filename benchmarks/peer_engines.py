@@ -123,7 +123,7 @@ def ours(spec: Spec) -> Engine:
     controllers: dict[Lossless, SpeculationController] = {}  # what one has learnt serves the next batch, as in a run
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
-        schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new, kv_layers=None)
+        schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new)
         sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
         made: dict[int, list[int]] = {}
         for part in by_length(prompts, spec.max_batch):

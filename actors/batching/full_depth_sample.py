@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from skipdecode.cost.roofline import BatchShape, Ceilings, SharedShape, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, SharedPrefixShape, predict_s
 from skipdecode.engine.results import BatchResult, LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
@@ -89,7 +89,7 @@ def predicted(
     *,
     itemsize: int,
     num_devices: int,
-    sharing: SharedShape | None,
+    sharing: SharedPrefixShape | None,
     in_graphs: bool,
 ) -> dict[str, float]:
     """The seconds of a batch by the cost model, under its schedule and at full depth, by the names in its record."""

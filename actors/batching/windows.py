@@ -11,7 +11,7 @@ from functools import partial
 from actors.batching.buckets import Batch, cut_batches
 from actors.batching.prompt_scoring import is_scored_alone
 from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefixes, prefixes_in, shared_prefixes_of
-from skipdecode.cost.roofline import SharedShape
+from skipdecode.cost.roofline import SharedPrefixShape
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import Request
 from skipdecode.schedules.lossless import Lossless
@@ -65,7 +65,7 @@ class WindowCutter:
         prompts = [request.prompt_tokens for request in requests]
         return shared_prefixes_of(prompts, self.prefill_costs(schedule), num_steps)
 
-    def shared_shape(self, batch: Batch, requests: Sequence[Request], schedule: Schedule) -> SharedShape | None:
+    def shared_shape(self, batch: Batch, requests: Sequence[Request], schedule: Schedule) -> SharedPrefixShape | None:
         """What the rows of a batch share, for the cost model."""
         prompts = [request.prompt_tokens for request in requests]
         sharing = prefixes_in(batch, prompts)

@@ -271,7 +271,7 @@ def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -
         run.decode,
         num_layers=model.config.num_hidden_layers,
         max_new_tokens=run.max_new_tokens,  # rows with a limit of their own ran another schedule
-        kv_layers=model.config.kv_layers(run.prefill),
+        swiftkv_from=model.config.swiftkv_layer(run.prefill),
     )
     return Policy(model, encoder, schedule, run.is_chat)
 

@@ -1,1 +1,2 @@
-"""How the decoder runs on a CPU: which back end by instruction set, its compiled kernels, and their callers."""
+"""The compute back ends: the `Backend` interface, compiled C++ kernels for CPUs, Triton kernels for CUDA, torch operators
+as the reference."""

@@ -187,7 +187,7 @@ class FusedLayer(Protocol):
     def store(self) -> FusedKVStore | None:
         """Stores only its keys and values; None for a layer that makes none (SwiftKV's upper layers)."""
 
-    def read(
+    def run_prompts(
         self,
         h: Tensor,
         prompts: PackedPrompts,
@@ -289,7 +289,7 @@ class Backend:
 
     # --- prefill; `layers` [L]: what `fuse` returned for each layer
 
-    def prompt_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
+    def max_prefill_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
         """How many prompt tokens go through `layers` at once. On a CPU few enough that their states are small beside
         the cache, and enough that oneDNN does not split the products badly (at 512 to 1024 it does, for OPT-125m's
         width). A GPU needs thousands to be busy; their states take what the cache leaves of its memory."""

@@ -103,10 +103,10 @@ class CompiledBackend(Backend):
         has_kernels = cpu_kernels.is_available(memory) and not torch.is_grad_enabled()  # which have no gradient
         return attend_one if has_kernels else None
 
-    def prompt_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
+    def max_prefill_tokens(self, layers: Sequence[FusedLayer | None], device: torch.device) -> int:
         """With kernels enough that threads seldom wait for each other at the end of a layer (2,048 tokens: 6 %
         slower)."""
-        return 8192 if _are_kernels(layers) else super().prompt_tokens(layers, device)
+        return 8192 if _are_kernels(layers) else super().max_prefill_tokens(layers, device)
 
     def supports_packed_prompts(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
         return _are_kernels(layers) and self.decode_attention(memory) is not None

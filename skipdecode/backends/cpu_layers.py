@@ -219,7 +219,7 @@ class LayerKernel:
         _check_cache(self.dtype, rows if slots is None else len(k), self._shape, k, v)
         return k.data_ptr(), v.data_ptr(), k.shape[2], first.data_ptr(), last.data_ptr()
 
-    def read(
+    def run_prompts(
         self,
         h: Tensor,
         prompts: PackedPrompts,
@@ -228,7 +228,7 @@ class LayerKernel:
         feeds: bool,
         shared: SharedPrefix | None = None,
     ) -> Tensor:
-        """`FusedLayer.read` by the kernel of `cpp/prompt.cpp`."""
+        """`FusedLayer.run_prompts` by the kernel of `cpp/prompt.cpp`."""
         _check_states(self.dtype, h, (prompts.num_tokens, self.width))
         assert self.store is not None, "no keys and values"
         where: tuple[Any, ...] = (None, None, 0, None)

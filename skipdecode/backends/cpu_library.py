@@ -17,7 +17,7 @@ from skipdecode.backends.backend import SharedPrefix
 POINTER, INT, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 Kind = torch.dtype | Literal["int8"]
-"""Which variant of a function: the type of its tensors, or `int8` for that of the weights."""
+"""The element type in a function's name; `int8` is that of the weights."""
 ARGUMENTS = {
     "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],
     "prompt": [POINTER, INT64, *[POINTER] * 4, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],

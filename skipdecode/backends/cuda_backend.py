@@ -128,7 +128,7 @@ class CudaLayer:
         y = self._kernels.gate(self._fc1(x)) if self._is_gated else self._fc1.relu(x)
         return self.fc2.without_bias(y)
 
-    def read(self, *_args: object, **_keys: object) -> Tensor:
+    def run_prompts(self, *_args: object, **_keys: object) -> Tensor:
         raise AssertionError("prompts run in parts on CUDA devices")
 
 

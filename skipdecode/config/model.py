@@ -235,8 +235,8 @@ class DecoderConfig:
         pad = self.pad_token_id  # -1 in some checkpoints
         return self.eos_token_ids[0] if pad is None or not 0 <= pad < self.vocab_size else pad
 
-    def kv_layers(self, prefill: str) -> int | None:
-        """The number of layers that a prompt runs under `prefill.method`; None: all of them."""
+    def swiftkv_layer(self, prefill: str) -> int | None:
+        """The layer before which prompt tokens stop under `prefill.method`; None: they run all layers."""
         return self.swiftkv.kv_layers if prefill == "swiftkv" and self.swiftkv is not None else None
 
     @property

@@ -58,7 +58,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class SharedShape:
+class SharedPrefixShape:
     """The prefixes that rows of a batch share (`skipdecode.engine.prefix_sharing`), as far as they change its cost."""
 
     passes: tuple[tuple[int, int, int], ...]
@@ -78,7 +78,7 @@ class BatchShape:
     """Prompts; None: as many as rows at step 0, which is too few where rows ended with their first token."""
     deferred_ffn_rows: Sequence[Sequence[int]] | None = None
     """By step, the rows of the feed-forward blocks that plans leave open (`BatchStats.deferred_ffn_rows`)."""
-    sharing: SharedShape | None = None
+    sharing: SharedPrefixShape | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -159,7 +159,7 @@ def plan_parts(
     `deferred_ffn_rows`: the rows of each feed-forward block that `plan` leaves to the rows; None: all of them.
     `columns_read_once`: see `attention_cost`.
     """
-    first = config.num_hidden_layers if plan.kv_layers is None else plan.kv_layers
+    first = config.num_hidden_layers if plan.swiftkv_from is None else plan.swiftkv_from
     top, settled = max(plan.layers, default=0), plan.static_ffns
     sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
     parts = []
@@ -225,7 +225,7 @@ def training_flops(
     Its ratio to full depth bounds what training under `schedule` can gain. Under SwiftKV a prompt stops where
     it does in decoding, but for its last token; keys and values that are projected there are left out.
     """
-    total, stop = head_cost(config, rows=rows * new_tokens, itemsize=4).flops, schedule.prefill().kv_layers
+    total, stop = head_cost(config, rows=rows * new_tokens, itemsize=4).flops, schedule.prefill().swiftkv_from
     for layer, steps in enumerate(steps_per_layer(schedule, new_tokens - 1)):
         columns = steps + (prompt_tokens if stop is None or layer < stop else 1)
         context = prompt_tokens + steps

@@ -83,10 +83,10 @@ class ContinuousBatch:
         self.model, self.schedule = model, schedule
         self._decode_text = decode_text
         self._attn_ends, self._ffn_ends = layer_ends(schedule, model.config.max_position_embeddings)
-        self._kv_layers = schedule.step(0).kv_layers
+        self._swiftkv_from = schedule.step(0).swiftkv_from
         sharing_map = kv_sharing_map(schedule, model.config.kv_group_size)
         # with SwiftKV a layer's K/V are written for rows that do not run it
-        ends = self._attn_ends if self._kv_layers is None else [NEVER] * len(sharing_map)
+        ends = self._attn_ends if self._swiftkv_from is None else [NEVER] * len(sharing_map)
         self._cache = SlotCache(
             model.config, sharing_map, ends, dtype=model.dtype, device=model.device, is_closed=is_closed
         )
@@ -196,7 +196,7 @@ class ContinuousBatch:
                      for p, k, m in zip(self._cache.prompts, ages, members, strict=True)]  # fmt: skip
         self._cache.begin(positions)
         embedded = self.model.embed(self._newest[:, None], self._cache.columns_at(0, len(members))[:, None])
-        ranges = ranges_by_age(ages, self._attn_ends, self._ffn_ends, kv_layers=self._kv_layers)
+        ranges = ranges_by_age(ages, self._attn_ends, self._ffn_ends, swiftkv_from=self._swiftkv_from)
         h, _ = run_layers(self.model, embedded, self._cache.view(self.model.rotary_table), ranges)
         self._num_steps += 1
         self.row_steps += len(members)

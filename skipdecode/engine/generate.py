@@ -14,7 +14,7 @@ from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row, complete
 from skipdecode.engine.results import BatchResult
-from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, now
+from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, synchronized_time
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import Schedule
 
@@ -38,7 +38,7 @@ def generate(
     padding, and `compact=False` keeps it, so that results do not depend on the other rows. `graphs`: the model's CUDA
     graphs. `sharing`: prompt prefixes that are run once; not with a fixed shape.
     """
-    start = now(model.device)
+    start = synchronized_time(model.device)
     batch = StaticBatch(
         model,
         requests,
@@ -54,7 +54,7 @@ def generate(
     while not batch.is_done:
         batch.step()
     stats = batch.stats
-    stats.decode_s = now(model.device) - start - stats.prefill_s
+    stats.decode_s = synchronized_time(model.device) - start - stats.prefill_s
     return BatchResult.of(complete(batch.rows, schedule), stats)
 
 

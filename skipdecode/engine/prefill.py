@@ -100,7 +100,7 @@ def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) 
     """How many rows of prompts go through the model together, at least one: `num_new` columns of each, which attend to
     `columns`. `has_mask`: attention needs a mask.
     """
-    rows = model.prompt_tokens // num_new
+    rows = model.max_prefill_tokens // num_new
     if model.device.type == "cuda":
         rows = min(rows, PREFILL_BYTES // _bytes_of_row(model, num_new, columns, has_mask))
     return max(1, rows)

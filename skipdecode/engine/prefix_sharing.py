@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.cost.roofline import SharedShape
+from skipdecode.cost.roofline import SharedPrefixShape
 from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_plan import LayerPlan
@@ -71,7 +71,7 @@ class PrefixSharing:
             start = end
         return found
 
-    def shape(self, prompts: Sequence[Sequence[int]], *, copies: bool) -> SharedShape:
+    def shape(self, prompts: Sequence[Sequence[int]], *, copies: bool) -> SharedPrefixShape:
         """The passes for the cost model. `copies`: every row reads its own copy of the prefix."""
 
         def one_pass(wholes: Sequence[int], prefixes: Sequence[int]) -> tuple[int, int, int]:
@@ -83,7 +83,7 @@ class PrefixSharing:
         passes.append(one_pass([len(prompt) for prompt in prompts], self.prefix_of_row))
         used = set(self.prefix_of_row)
         once = sum(self.lengths(self.prefix_of_row)) - sum(lengths[prefix] for prefix in used if prefix >= 0)
-        return SharedShape(tuple(passes), 0 if copies else once)
+        return SharedPrefixShape(tuple(passes), 0 if copies else once)
 
 
 def share_prefixes(prompts: Sequence[Sequence[int]], prefix_lengths: Sequence[Sequence[int]]) -> PrefixSharing | None:

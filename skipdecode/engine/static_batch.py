@@ -58,7 +58,7 @@ class StaticBatch:
         """`compact_at`: ended rows are dropped once at most this share of the batch is running (0: never, 1: at once).
         `check_every`, `max_pending`: None for the device's defaults. The others are as in `generate`."""
         assert requests, "an empty batch"
-        begun, device, is_fixed = now(model.device), model.device, batch_rows is not None
+        begun, device, is_fixed = synchronized_time(model.device), model.device, batch_rows is not None
         refuse_too_long(requests, model.config.max_position_embeddings)
         self.model, self.schedule, self._graphs, self._decode_text = model, schedule, graphs, decode_text
         self.rows = [Row(request) for request in requests]
@@ -101,7 +101,7 @@ class StaticBatch:
             input_tokens=sum(len(r.prompt_tokens) for r in requests),
             prefix_tokens_saved=0 if sharing is None else sharing.tokens_saved,
             cache_bytes=self._cache.nbytes,
-            prefill_s=now(device) - begun,
+            prefill_s=synchronized_time(device) - begun,
         )
 
     @property
@@ -117,11 +117,11 @@ class StaticBatch:
     @torch.inference_mode()
     def prefill(self) -> None:
         """Feeds the prompts and generates y_0."""
-        start = now(self.model.device)
+        start = synchronized_time(self.model.device)
         made = self._feed(self.schedule.prefill(), return_argmax=self._needs_argmax_only)
         del self._feed  # releases the prompts, and prefixes that have been copied
         self._choose(made)
-        self.stats.prefill_s += now(self.model.device) - start
+        self.stats.prefill_s += synchronized_time(self.model.device) - start
         self._read_output_if_due()
 
     @torch.inference_mode()
@@ -220,7 +220,7 @@ def carried_rows(lengths: Sequence[int], compact_at: float = COMPACT_AT, check_e
     return carried
 
 
-def now(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
     """The clock in seconds, after waiting for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -378,12 +378,12 @@ class TokensView(StepView):
     def columns(self, layer: int) -> KVRange:
         return _token_columns(self._cache.memory_of(layer), self.index, self._most)
 
-    def run(
+    def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """`KVView.run`, by a cached call if the tokens attend (`SlotCache.prepare_step`)."""
+        """`KVView.run_fused`, by a cached call if the tokens attend (`SlotCache.prepare_step`)."""
         if not attends:
-            return super().run(kernels, h, layers, attends=attends, feeds=feeds)
+            return super().run_fused(kernels, h, layers, attends=attends, feeds=feeds)
         return self._cache.prepare_step(kernels, layers, self.index, self._most, feeds=feeds)(h)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:

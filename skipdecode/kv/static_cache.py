@@ -94,7 +94,7 @@ class KVCache:
         self.length = 0
         self.shared: SharedPrefixKV | None = None
         self._last: tuple[int, Tensor] | None = None  # `length`, and a [B] tensor filled with it, always the same one
-        self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # prepared calls of `run`
+        self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # prepared calls of `run_fused`
         self._elsewhere: dict[torch.device, Self] = {}
         self._parts: list[tuple[slice, Self]] = []
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
@@ -168,10 +168,10 @@ class KVCache:
             self._last = (self.length, last.fill_(self.length))
         return last
 
-    def run(
+    def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """`KVView.run` by a cached call: from step to step only `length` changes, never the memory."""
+        """`KVView.run_fused` by a cached call: from step to step only `length` changes, never the memory."""
         if attends:
             self._newest()
             least = min(self.k[layer].shape[2] for layer in layers)
@@ -324,10 +324,10 @@ class PaddedView(StepView):
     def columns(self, layer: int) -> KVRange:
         return self._cache.columns(layer)
 
-    def run(
+    def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        return self._cache.run(kernels, h, layers, attends=attends, feeds=feeds)
+        return self._cache.run_fused(kernels, h, layers, attends=attends, feeds=feeds)
 
     @cached_property
     def _mask(self) -> Tensor | None:
@@ -380,12 +380,12 @@ class PromptsView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise AssertionError("prompts without padding need layers that are one kernel")
 
-    def run(
+    def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
         for kernel, layer in zip(kernels, layers, strict=True):
             memory = self._memory(layer) if attends else None
-            h = kernel.read(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
+            h = kernel.run_prompts(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
         return h
 
     def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:

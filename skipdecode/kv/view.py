@@ -22,7 +22,7 @@ class KVView(Protocol):
     """Keys and values for the new tokens of one forward call. Layers are given by number."""
 
     has_kernels: bool
-    """True if `run` is supported, for layers that are one kernel."""
+    """True if `run_fused` is supported, for layers that are one kernel."""
     stores_by_kernel: bool
     """True if `store_by_kernel` is supported."""
 
@@ -37,7 +37,7 @@ class KVView(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores K and V [B, G, T, K] of the new tokens."""
 
-    def run(
+    def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
         """Runs `layers` one after the other as kernels: attention, feed-forward, or both of each. Works in place."""
@@ -68,7 +68,7 @@ class StepView:
         """What the new token of every row attends to in that layer, and where its K/V go."""
         raise NotImplementedError
 
-    def run(
+    def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
         columns = [self.columns(layer) for layer in layers] if attends else None

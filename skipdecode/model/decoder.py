@@ -113,9 +113,9 @@ class Decoder(nn.Module):
         return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
 
     @property
-    def prompt_tokens(self) -> int:
-        """How many prompt tokens go through the model at once, as the back end prefers (`Backend.prompt_tokens`)."""
-        return backend_on(self.device).prompt_tokens(self._fused, self.device)
+    def max_prefill_tokens(self) -> int:
+        """The most prompt tokens that go through the model at once (`Backend.max_prefill_tokens`)."""
+        return backend_on(self.device).max_prefill_tokens(self._fused, self.device)
 
     @property
     def supports_shared_prefix(self) -> bool:
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, E] the unpacked weight of the LM head, in a model that `has_head_rows`."""
+        """[V, E] the unpacked weight of the LM head, in a model that `has_unpacked_head`."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         return argmax(self.head(h))
 
     @property
-    def has_head_rows(self) -> bool:
+    def has_unpacked_head(self) -> bool:
         """True if the LM head has an unpacked weight, which a packed head has only if it is tied to the embedding."""
         return self.head_weight is not None
 
@@ -238,8 +238,8 @@ class Decoder(nn.Module):
         last.
 
         `ffns` runs the batch's feed-forward blocks. `return_argmax`: return the most likely token [B] int64 instead.
-        `before` [B] int64: the tokens are the ends of prompts, of which so many tokens are in `cache` or in a shared
-        prefix already.
+        `before` [B] int64: number of leading prompt tokens that are already cached, here or in a shared prefix;
+        `tokens` are the rest.
         """
         T = tokens.shape[1]
         is_prompt = before is not None or (T > 1 and cache.length == 0)

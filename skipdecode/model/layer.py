@@ -74,7 +74,7 @@ class Layer(nn.Module):
         """
         kernel = self.kernel if query is None or not attends else self.query_kernel
         if kernel is not None and kv.has_kernels:
-            return kv.run([kernel], h, [number], attends=attends, feeds=feeds)
+            return kv.run_fused([kernel], h, [number], attends=attends, feeds=feeds)
         if attends:
             h = self._attend(h, kv, number, query)
         return self.feed(h) if feeds else h

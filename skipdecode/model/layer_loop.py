@@ -62,7 +62,7 @@ def run_placed(
     """`run_layers` over several devices, with the pauses that `in_phases` expects. States return to the first device;
     the view is that of the last layer."""
     assert not ranges.deferred_ffns, "deferred feed-forward blocks need all layers on one device"
-    assert ranges.kv_layers is None, "SwiftKV needs all layers on one device"
+    assert ranges.swiftkv_from is None, "SwiftKV needs all layers on one device"
     at = 0
     groups = groupby(cut(ranges.groups, placement.of_layer), key=lambda group: placement.of_layer[group[0]])
     for number, here in groups:
@@ -87,7 +87,7 @@ def _run(
     for group in groups:
         i = group[0]
         attn, ffn = ranges.attn[i], ranges.ffn[i]
-        is_upper = attn is not None and ranges.kv_layers is not None and i >= ranges.kv_layers
+        is_upper = attn is not None and ranges.swiftkv_from is not None and i >= ranges.swiftkv_from
         if is_upper and (new := ranges.entering(i, entered)) is not None:
             assert model.swift is not None, "the plan uses SwiftKV, and the model has no SwiftKV weights"
             part = h if new == ALL else h[new]
@@ -128,7 +128,7 @@ def _run_group(
     if kv.has_kernels:
         fused = [layers[i].kernel if queries is None else layers[i].query_kernel for i in group]
         if None not in fused:
-            return kv.run(cast(list[FusedLayer], fused), h, group, attends=True, feeds=feeds)
+            return kv.run_fused(cast(list[FusedLayer], fused), h, group, attends=True, feeds=feeds)
     for i in group:
         query = None if queries is None else queries.query(i)
         h = call(layers[i], h, kv=kv, number=i, attends=True, feeds=feeds, query=query)

@@ -99,7 +99,7 @@ def token_ranges(prompt: LayerPlan, plans: Sequence[LayerPlan], prompt_columns: 
     attn, ffn = (tuple(runs(layer, name) for layer in range(len(prompt.attn))) for name in ("attn", "ffn"))
     # the first plan that defers blocks will do: layers of later steps are among those of earlier ones
     deferred = next(filter(None, map(ffns.deferred, plans)), ())
-    return LayerRanges(attn, ffn, deferred, prompt.kv_layers, axis=1)
+    return LayerRanges(attn, ffn, deferred, prompt.swiftkv_from, axis=1)
 
 
 @dataclass
@@ -133,7 +133,7 @@ class ForcedView:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.shared[layer] = (k, v)
 
-    def run(
+    def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
         raise AssertionError("kernels have no gradient")

@@ -43,18 +43,18 @@ def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int
 
 
 def make_schedule(
-    decode: dict[str, Any], *, num_layers: int, max_new_tokens: int, kv_layers: int | None = None
+    decode: dict[str, Any], *, num_layers: int, max_new_tokens: int, swiftkv_from: int | None = None
 ) -> Schedule:
     """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
 
     Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again), lossless,
-    draft_tokens; None counts as absent. `kv_layers`: where prompts stop if they are fed with SwiftKV.
+    draft_tokens; None counts as absent. `swiftkv_from`: where prompts stop if they are fed with SwiftKV.
     """
     given = {key: value for key, value in decode.items() if value is not None}
     skip, (lossless, draft_tokens) = given.pop("ffn_skip", None), (given.pop(key, None) for key in LOSSLESS_KEYS)
     base = _layer_schedule(given, num_layers, max_new_tokens)
-    if kv_layers is not None and kv_layers < num_layers:
-        base = SwiftPrefill(base, kv_layers)
+    if swiftkv_from is not None and swiftkv_from < num_layers:
+        base = SwiftPrefill(base, swiftkv_from)
     drafts = base if skip is None else _with_ffn_skip(base, skip)
     schedule = lossless_schedule(drafts, lossless, draft_tokens)
     if schedule is not drafts:
@@ -69,7 +69,7 @@ def _check_drafts(drafts: Schedule) -> None:
             "decode.ffn_skip.mode: with decode.lossless rows are at different steps, and cannot decide on blocks "
             "themselves; use modes calibrated or fixed, or decode.lossless=false"
         )
-    if drafts.prefill().kv_layers is not None:
+    if drafts.prefill().swiftkv_from is not None:
         raise ValueError(
             "decode.lossless: full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
         )
@@ -99,8 +99,8 @@ def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens
             "decode.prefill: swiftkv needs a model with SwiftKV's weights, and this one has none; they are given by "
             "model.swiftkv in a training, by swiftkv in a benchmark, and by jobs.distill to a checkpoint"
         )
-    layers, kv_layers = config.num_hidden_layers, config.kv_layers(prefill)
-    return make_schedule(decode, num_layers=layers, max_new_tokens=max_new_tokens, kv_layers=kv_layers)
+    layers, swiftkv_from = config.num_hidden_layers, config.swiftkv_layer(prefill)
+    return make_schedule(decode, num_layers=layers, max_new_tokens=max_new_tokens, swiftkv_from=swiftkv_from)
 
 
 def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:

@@ -16,9 +16,9 @@ class LayerPlan:
     dynamic_ffn: tuple[bool, ...] = ()
     """[L] which of the blocks in `ffn` run only for the rows that need them, as decided on the device
     (`skipdecode.model.ffn_executor`); empty if none."""
-    kv_layers: int | None = None
-    """SwiftKV: the first layer whose K/V come from the state entering the first executed layer at or above it, as do
-    those of all layers above; of a prompt only the last token runs these layers. None: every layer projects its own."""
+    swiftkv_from: int | None = None
+    """SwiftKV: K/V of this layer and all above are computed from one hidden state, the one that enters the first
+    executed layer at or above it. Of a prompt, only the last token runs these layers. None: off."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[int], num_layers: int) -> "LayerPlan":

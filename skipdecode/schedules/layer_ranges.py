@@ -28,10 +28,10 @@ class LayerRanges:
     ffn: tuple[Range, ...]
     deferred_ffns: tuple[bool, ...] = ()
     """Blocks of `ffn` that an `FFNExecutor` runs, never one call with attention; empty if none."""
-    kv_layers: int | None = None
+    swiftkv_from: int | None = None
     """SwiftKV: K/V of the layers from here on come from the state that enters the first executed one of them."""
     axis: int = 0
-    """What `attn` and `ffn` are ranges of. 0: rows, from one on; 1: tokens, up to one."""
+    """What `attn` and `ffn` are ranges of. 0: a suffix of the rows; 1: a prefix of the tokens."""
     last_token_at: int | None = None
     """The layer at which a prompt, once K/V are stored (with SwiftKV, those of all layers above too), goes on with its
     last token only."""
@@ -46,9 +46,11 @@ class LayerRanges:
         attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
         last_token_at = None
         if is_prompt and not deferred_ffns:
-            upper = [] if plan.kv_layers is None else [i for i in plan.layers if i >= plan.kv_layers and plan.attn[i]]
+            upper = (
+                [] if plan.swiftkv_from is None else [i for i in plan.layers if i >= plan.swiftkv_from and plan.attn[i]]
+            )
             last_token_at = min(upper) if upper else max(plan.layers, default=None)
-        return cls(attn, ffn, deferred_ffns, plan.kv_layers, last_token_at=last_token_at)
+        return cls(attn, ffn, deferred_ffns, plan.swiftkv_from, last_token_at=last_token_at)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -70,12 +72,12 @@ class LayerRanges:
         if part is None or not part == self.ffn[first] == self.attn[layer] == self.ffn[layer]:
             return False
         is_deferred = bool(self.deferred_ffns) and (self.deferred_ffns[first] or self.deferred_ffns[layer])
-        is_swiftkv_entry = self.kv_layers is not None and first < self.kv_layers <= layer
+        is_swiftkv_entry = self.swiftkv_from is not None and first < self.swiftkv_from <= layer
         return not is_deferred and not is_swiftkv_entry and layer != self.last_token_at
 
     def entering(self, layer: int, entered: slice | None) -> Range:
         """SwiftKV: the tokens for which `layer` is the first upper layer, whose upper K/V are to be written now;
-        `entered` are those that have theirs."""
+        `entered` are the tokens whose upper K/V are written."""
         part = self.attn[layer]
         assert part is not None, "a layer that does not run"
         if entered is None:
@@ -92,7 +94,7 @@ class LayerRanges:
 
 
 def ranges_by_age(
-    ages: Sequence[int], attn_ends: Sequence[int], ffn_ends: Sequence[int], *, kv_layers: int | None = None
+    ages: Sequence[int], attn_ends: Sequence[int], ffn_ends: Sequence[int], *, swiftkv_from: int | None = None
 ) -> LayerRanges:
     """The ranges of a continuous batch: each sublayer runs on the youngest rows, at steps k < end (`layer_ends`).
 
@@ -100,7 +102,7 @@ def ranges_by_age(
     """
     minus_ages = [-k for k in ages]
     starts = [(end, bisect_left(minus_ages, 1 - end)) for end in sorted({*attn_ends, *ffn_ends})]
-    return _ranges_from_starts(tuple(attn_ends), tuple(ffn_ends), tuple(starts), len(ages), kv_layers)
+    return _ranges_from_starts(tuple(attn_ends), tuple(ffn_ends), tuple(starts), len(ages), swiftkv_from)
 
 
 @lru_cache(maxsize=4096)
@@ -109,11 +111,13 @@ def _ranges_from_starts(
     ffn_ends: tuple[int, ...],
     starts: tuple[tuple[int, int], ...],
     num_rows: int,
-    kv_layers: int | None,
+    swiftkv_from: int | None,
 ) -> LayerRanges:
     """`starts`: the first row for each end. Cached with its groups, which take too long for a step of a small model."""
     runs: dict[int, Range] = {end: None if at == num_rows else slice(at, None) if at else ALL for end, at in starts}
-    return LayerRanges(tuple(runs[end] for end in attn_ends), tuple(runs[end] for end in ffn_ends), kv_layers=kv_layers)
+    return LayerRanges(
+        tuple(runs[end] for end in attn_ends), tuple(runs[end] for end in ffn_ends), swiftkv_from=swiftkv_from
+    )
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,8 @@
 """Which layers run for which token, decided on the host before decoding starts. No torch.
 
 A `LayerPlan` says what runs in one forward call; a `Schedule` gives the plan of the prompt and of each decode step. The
-schedules follow the definitions of the papers with the rounding fixed: SkipDecode (arXiv 2307.02628), early exit,
+schedules follow the definitions of the papers, with a fixed rounding rule (half up, in integers), which the papers
+leave open: SkipDecode (arXiv 2307.02628), early exit,
 Unified Layer Skipping (arXiv 2404.06954), and any fixed set of layers. All rows of a batch share a plan, and layer sets
 are nested over the steps, so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes`).
 """
@@ -31,7 +32,7 @@ class Schedule(Protocol):
         """The plan of the prompt."""
 
     def step(self, k: int) -> LayerPlan:
-        """The plan of decode step `k` (0-based), which feeds y_k and yields y_(k+1)."""
+        """The plan of decode step `k` (0-based), which feeds y_k and yields y_(k+1) (y_0 comes from prefill)."""
 
     @property
     def is_static(self) -> bool:
@@ -126,7 +127,7 @@ class Unified(FullDepth):
 
 @dataclass(frozen=True)
 class ChosenLayers(FullDepth):
-    """A fixed set of layers for every generated token, such as a search finds for drafting."""
+    """A fixed set of layers for every generated token, e.g. the draft layers found by `calibrate`."""
 
     layers: tuple[int, ...]
     """Layer numbers, ascending and distinct."""
@@ -171,20 +172,20 @@ class WrappedSchedule:
 
 @dataclass(frozen=True)
 class SwiftPrefill(WrappedSchedule):
-    """`base` on a model with SwiftKV: all prompt tokens but the last stop before layer `kv_layers`."""
+    """`base` on a model with SwiftKV: all prompt tokens but the last stop before layer `swiftkv_from`."""
 
-    kv_layers: int
+    swiftkv_from: int
 
     def prefill(self) -> LayerPlan:
-        return _with_swiftkv(self.base.prefill(), self.kv_layers)
+        return _with_swiftkv(self.base.prefill(), self.swiftkv_from)
 
     def step(self, k: int) -> LayerPlan:
-        return _with_swiftkv(self.base.step(k), self.kv_layers)
+        return _with_swiftkv(self.base.step(k), self.swiftkv_from)
 
 
 @lru_cache(maxsize=4096)
-def _with_swiftkv(plan: LayerPlan, kv_layers: int) -> LayerPlan:
-    return replace(plan, kv_layers=kv_layers)
+def _with_swiftkv(plan: LayerPlan, swiftkv_from: int) -> LayerPlan:
+    return replace(plan, swiftkv_from=swiftkv_from)
 
 
 def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
@@ -195,8 +196,8 @@ def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
 
 def kv_sharing_map(schedule: Schedule, group_size: int) -> list[int]:
     """[L] the layer whose K/V each layer attends to: its own, or with SwiftKV that of the first layer of its group."""
-    kv_layers = schedule.prefill().kv_layers
-    first = schedule.num_layers if kv_layers is None else kv_layers
+    swiftkv_from = schedule.prefill().swiftkv_from
+    first = schedule.num_layers if swiftkv_from is None else swiftkv_from
     return [layer if layer < first else layer - (layer - first) % group_size for layer in range(schedule.num_layers)]
 
 

@@ -43,7 +43,7 @@ class DraftHead:
 
     @classmethod
     def of(cls, tokens: Iterable[int], model: Decoder) -> "DraftHead":
-        """Copies the rows of a model that `has_head_rows`."""
+        """Copies the rows of a model that `has_unpacked_head`."""
         ids = to_device(sorted(tokens), model.device)
         rows = model.head_weight.detach()[ids]
         packed = pack(rows, model.quantization)
@@ -76,7 +76,7 @@ class DraftVocabulary:
 
     def head(self, model: Decoder) -> DraftHead | None:
         """The head for the listed tokens, kept as long as the list is unchanged; None: that of the model."""
-        listed = self.tokens() if model.has_head_rows else None
+        listed = self.tokens() if model.has_unpacked_head else None
         if listed is None:
             return None
         if self._head is None or self._head[0] is not listed:

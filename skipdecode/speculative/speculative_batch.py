@@ -19,7 +19,7 @@ from torch import Tensor
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row
-from skipdecode.engine.static_batch import now
+from skipdecode.engine.static_batch import synchronized_time
 from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_ranges import layer_ends, ranges_by_age
@@ -54,7 +54,7 @@ class SpeculativeBatch(RaggedBatch):
         self._latency = self._controller.latency
         self._draft_ends = layer_ends(schedule.drafts, model.config.max_position_embeddings)
         self._proposer = NgramProposer()
-        self._has_vocabulary = schedule.drafts_by_skipping and model.has_head_rows
+        self._has_vocabulary = schedule.drafts_by_skipping and model.has_unpacked_head
 
     def join(self, requests: Sequence[Request], sharing: PrefixSharing | None = None) -> list[Row]:
         rows = super().join(requests, sharing)
@@ -66,7 +66,7 @@ class SpeculativeBatch(RaggedBatch):
     @torch.inference_mode()
     def step(self) -> None:
         """One round."""
-        begin = now(self._device)
+        begin = synchronized_time(self._device)
         running = self._running()
         if not running:
             return
@@ -78,7 +78,7 @@ class SpeculativeBatch(RaggedBatch):
             num_tokens = self._drafted_round(running, decision, context)
         else:
             num_tokens = self._plain_round(running, context)
-        took_s = now(self._device) - begin
+        took_s = synchronized_time(self._device) - begin
         self.row_steps += num_rows
         self.stats.decode_steps += 1
         self.stats.row_steps += num_rows
@@ -91,11 +91,11 @@ class SpeculativeBatch(RaggedBatch):
 
     def _plain_round(self, running: list[int], context: int) -> int:
         """A plain step of the rows in the slots `running`; how many tokens it made."""
-        begin = now(self._device)
+        begin = synchronized_time(self._device)
         tokens = self._plain_step(running)
         if self._has_vocabulary and self.stats.decode_steps % READ_EVERY == 0:
             self._controller.vocabulary.wrote(tokens)
-        took_s = now(self._device) - begin
+        took_s = synchronized_time(self._device) - begin
         predicted_s = self._latency.roofline_s(self._lossless.prefill(), len(running), len(running), context)
         self._latency.observe("plain", len(running), took_s, predicted_s)
         self.stats.verify_s += took_s
@@ -105,14 +105,14 @@ class SpeculativeBatch(RaggedBatch):
     def _drafted_round(self, running: Sequence[int], decision: Decision, context: int) -> int:
         """A round with drafts; how many tokens it made."""
         self._repeated_step = None
-        begin = now(self._device)
+        begin = synchronized_time(self._device)
         drafts = [self._new_draft(slot, decision) for slot in running]
         if any(not draft.is_complete for draft in drafts):
             self._draft_by_layers(drafts, context)
-        drafted = now(self._device)
+        drafted = synchronized_time(self._device)
         made = self._verify(drafts, context)
         self.stats.draft_s += drafted - begin
-        self.stats.verify_s += now(self._device) - drafted
+        self.stats.verify_s += synchronized_time(self._device) - drafted
         return made
 
     def _new_draft(self, slot: int, decision: Decision) -> Draft:
@@ -139,7 +139,7 @@ class SpeculativeBatch(RaggedBatch):
         that run a layer are the youngest ones, as in `ContinuousBatch`."""
         head = self._controller.vocabulary.head(self.model) if self._has_vocabulary else None
         self._controller.num_draft_outputs = None if head is None else len(head.tokens)
-        begin, predicted_s, largest = now(self._device), 0.0, 0
+        begin, predicted_s, largest = synchronized_time(self._device), 0.0, 0
         rows, draws = sorted(drafts, key=lambda draft: -draft.step), None
         while rows := [draft for draft in rows if not draft.is_complete]:
             slots = [draft.slot for draft in rows]
@@ -163,7 +163,7 @@ class SpeculativeBatch(RaggedBatch):
                 outputs = self._controller.num_draft_outputs
                 predicted_s += self._latency.roofline_s(plan, len(rows), len(rows), context, outputs)
                 steps, number = [step + 1 for step in steps], number + 1
-        self._latency.observe("draft", largest, now(self._device) - begin, predicted_s)
+        self._latency.observe("draft", largest, synchronized_time(self._device) - begin, predicted_s)
         self.stats.model_decode_s += predicted_s
 
     def _draft_once(
@@ -193,7 +193,7 @@ class SpeculativeBatch(RaggedBatch):
 
     def _verify(self, drafts: Sequence[Draft], context: int) -> int:
         """Feeds all drafts at full depth and gives the rows what was accepted, and one token more; how many tokens."""
-        begin = now(self._device)
+        begin = synchronized_time(self._device)
         spread = [(draft, i) for draft in drafts for i in range(len(draft.tokens))]
         owners, offsets = [draft for draft, _ in spread], [i for _, i in spread]
         h = self._feed(*self._inputs(owners, offsets), self._full)
@@ -220,6 +220,6 @@ class SpeculativeBatch(RaggedBatch):
             self._give_logprobs(fed, found)
         self.stats.layer_row_steps += sum(draft.layers for draft in drafts)
         predicted_s = self._latency.roofline_s(self._lossless.prefill(), len(drafts), len(spread), context)
-        self._latency.observe("verify", len(drafts), now(self._device) - begin, predicted_s)
+        self._latency.observe("verify", len(drafts), synchronized_time(self._device) - begin, predicted_s)
         self.stats.model_decode_s += predicted_s
         return num_kept

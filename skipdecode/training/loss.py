@@ -71,7 +71,7 @@ class ResponseLoss(nn.Module):
     def _passes(self, batch: TeacherBatch, schedules: Sequence[Schedule]) -> "Passes":
         """The function that computes the states [B, T, D] of schedules. Prompts are only separated from responses where
         that saves work, because it takes memory."""
-        if len(schedules) > 1 or schedules[0].prefill().kv_layers is not None:
+        if len(schedules) > 1 or schedules[0].prefill().swiftkv_from is not None:
             return SharedPromptForward(self.model, batch, recompute=self.recompute).states
         return lambda asked: [teacher_forced_states(self.model, batch, one, recompute=self.recompute) for one in asked]
 

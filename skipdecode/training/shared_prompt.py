@@ -127,13 +127,13 @@ class SharedPromptForward:
         copies = self.recompute or not torch.is_grad_enabled()
         kv = PromptView(positions, mask, self.model.rotary_table, sharing_map, copies=copies)
         h = self.model.embed(self.batch.tokens[:, :end], positions)
-        if self._is_sharded and plan.kv_layers is None:
+        if self._is_sharded and plan.swiftkv_from is None:
             return self._run_whole(h, kv, plan)
         first = LayerRanges.of_plan(plan, is_prompt=True).last_token_at  # of this layer only keys and values are needed
         assert first is not None, "a prompt that runs nothing"
         below = replace(plan, attn=_before(first, plan.attn), ffn=_before(first, plan.ffn))
         h, _ = run_layers(self.model, h, kv, LayerRanges.of_plan(below), recompute=self.recompute)
-        if plan.kv_layers is None:
+        if plan.swiftkv_from is None:
             self.model.layers[first].store(h, kv, first)
         else:
             assert self.model.swift is not None, "a plan for upper layers' K/V from one state, and a model without"
@@ -167,7 +167,7 @@ class ResponsePass:
         """Whether it can share calls of layers: attention and feed-forward run for the same columns and for all rows,
         and every layer has keys and values of its own."""
         e = self.ranges
-        return e.attn == e.ffn and e.kv_layers is None and not any(e.deferred_ffns)
+        return e.attn == e.ffn and e.swiftkv_from is None and not any(e.deferred_ffns)
 
     def columns(self, layer: int) -> int:
         """The number of columns that run a layer."""

@@ -181,7 +181,7 @@ def test_memory_of_the_largest_batch_is_not_kept(monkeypatch: pytest.MonkeyPatch
 
     device = torch.device("cuda")
     model = SimpleNamespace(config=released("opt-1.3b"), device=device, dtype=torch.bfloat16)
-    model.prompt_tokens = TORCH.prompt_tokens([], device)
+    model.max_prefill_tokens = TORCH.max_prefill_tokens([], device)
     monkeypatch.setattr(decoding, "generate", generate)
     monkeypatch.setattr(decoding, "reserved_bytes", lambda _: fake.most + fake.kept)
     shape = Bench(torch.device("cpu"), released("opt-1.3b"))

@@ -77,7 +77,7 @@ def test_every_fast_path_gives_the_tokens_of_the_plain_one(
         wanted = tokens_of(model, lengths, num_new, schedule)
         assert not model.is_packed
         packed = copy.deepcopy(model).pack()
-        patch.setattr(Decoder, "prompt_tokens", at_once)  # in several parts
+        patch.setattr(Decoder, "max_prefill_tokens", at_once)  # in several parts
         assert tokens_of(packed, lengths, num_new, schedule) == wanted
     assert tokens_of(packed, lengths, num_new, schedule) == wanted
 
@@ -87,7 +87,7 @@ def test_a_fixed_shape_gives_the_same_bits_at_every_place(
     plain: Callable[[str], Decoder], place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 rows of 128 columns go through the model in parts, which must be of one size."""
-    monkeypatch.setattr(Decoder, "prompt_tokens", 2048)
+    monkeypatch.setattr(Decoder, "max_prefill_tokens", 2048)
     model = copy.deepcopy(plain("125m")).to(torch.bfloat16).pack()
     prompt, other = [2, *range(4, 100)], [2, 9, 8, 7]
     seen: list[torch.Tensor] = []

@@ -57,7 +57,7 @@ class Filled:
         h, memory = self.h.clone(), (self.k, self.v) if attends else None
         if only_last:
             return read_last(block.kernel, h, self.prompts, memory, feeds=feeds)
-        return block.kernel.read(h, self.prompts, memory, feeds=feeds)
+        return block.kernel.run_prompts(h, self.prompts, memory, feeds=feeds)
 
 
 def exact_prompt(block: Layer, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:
@@ -254,10 +254,10 @@ def test_prompts_in_one_call_refuse_what_they_would_misread(product_dtype: torch
     k, h, prompts = batch.k, batch.h, batch.prompts
     for memory in ((k[:1], k), (k.double(), k), (k, k[:, :, :3]), (k[:, :, :4].contiguous(),) * 2):
         with pytest.raises(AssertionError):
-            block.kernel.read(h, prompts, memory, feeds=True)
+            block.kernel.run_prompts(h, prompts, memory, feeds=True)
     for wrong in (h[1:], h.double(), h[:, :32], h.T.contiguous().T):
         with pytest.raises(AssertionError):
-            block.kernel.read(wrong, prompts, (k, k.clone()), feeds=True)
+            block.kernel.run_prompts(wrong, prompts, (k, k.clone()), feeds=True)
     for positions in ([[0, 1], [-1, -1]], [[0, -1], [0, 1]]):
         with pytest.raises(AssertionError, match="left-padded"):
             PackedPrompts(torch.tensor(positions), torch.zeros(2, dtype=torch.int64))
@@ -302,9 +302,9 @@ def check_prompts(layer: LlamaLayer, lengths: list[int], threads: int, *, feeds:
     batch, kernel = Batch(lengths, layer, spare=2), layer.kernel()
     alone = Batch([lengths[-1]], layer)
     with num_threads(threads):
-        made = kernel.read(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
+        made = kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
         alone.h = batch.h[batch.span(len(lengths) - 1)].clone()
-        made_alone = kernel.read(alone.h.clone(), alone.prompts, (alone.k, alone.v), feeds=feeds)
+        made_alone = kernel.run_prompts(alone.h.clone(), alone.prompts, (alone.k, alone.v), feeds=feeds)
         own = [x[-1, :, batch.pads[-1] : batch.columns].clone() for x in (batch.k, batch.v)]
         last = read_last(kernel, batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
     assert torch.equal(made_alone, made[batch.span(len(lengths) - 1)])
@@ -348,7 +348,7 @@ def test_many_tokens_each_thread_some(kind: Kind) -> None:
     made = []
     for threads in (1, 2, 5, 16):
         with num_threads(threads):
-            made.append(kernel.read(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True))
+            made.append(kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True))
     assert all(torch.equal(made[0], other) for other in made[1:])
     for row, h in batch.rows():
         assert_close(made[0][batch.span(row)], layer.read(h)[0], layer.dtype)
@@ -361,7 +361,7 @@ def test_a_prompt_and_steps_are_one_pass(kind: Kind, spec: Spec) -> None:
     lengths, num_steps = [9, 30, 1], 5
     batch, kernel = Batch(lengths, layer, num_steps), layer.kernel()
     new = torch.randn(num_steps, 3, 1, spec.width).to(layer.dtype)
-    read = kernel.read(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True)
+    read = kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True)
     made = [[read[batch.span(row)]] for row in range(3)]
     for step in range(num_steps):
         last = torch.full((3,), batch.columns + step)

@@ -71,7 +71,7 @@ def test_rows_of_prompts_too_many_for_one_pass(
     models: dict[str, Decoder], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pass has its own part of the memory."""
-    monkeypatch.setattr(Decoder, "prompt_tokens", 150)
+    monkeypatch.setattr(Decoder, "max_prefill_tokens", 150)
     check(models[name], requests_of(LENGTHS, [9, 9, 1, 9, 9, 9]))
 
 

@@ -121,7 +121,7 @@ def test_teacher_weights_and_every_layer_are_plain_opt(
     folder, prompts = checkpoint_factory(style), random_prompts(LENGTHS, seed=6)
     model = load_model(folder).with_swiftkv(kv_layers, 1)
     assert (model.swift is None) is (kv_layers == L)
-    schedule = make_schedule({"method": "full"}, num_layers=L, max_new_tokens=12, kv_layers=kv_layers)
+    schedule = make_schedule({"method": "full"}, num_layers=L, max_new_tokens=12, swiftkv_from=kv_layers)
     wanted = [naive_row(hf(folder), p, FULL, 12)[0] for p in prompts]
     assert tokens_of(generate(model, requests_for(prompts, greedy(12)), schedule)) == wanted
 

@@ -54,13 +54,13 @@ def test_what_cannot_be_is_named(decode: dict[str, Any], key: str) -> None:
 
 def test_swiftkv_and_lists_of_schedules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^decode\.lossless: .*SwiftKV"):
-        make_schedule({"lossless": True}, num_layers=L, max_new_tokens=9, kv_layers=12)
+        make_schedule({"lossless": True}, num_layers=L, max_new_tokens=9, swiftkv_from=12)
     with pytest.raises(ValueError, match=r"^decode\.lossless: .*SwiftKV"):  # the blocks left out do not hide it
         make_schedule(
             {"lossless": True, "ffn_skip": {"mode": "fixed", "layers": [3]}},
             num_layers=L,
             max_new_tokens=9,
-            kv_layers=12,
+            swiftkv_from=12,
         )
     with pytest.raises(ValueError, match=r"^decode\.lossless: "):
         listed_schedule(OPT, {"method": "full", "lossless": True}, 9)

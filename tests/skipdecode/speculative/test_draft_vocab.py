@@ -124,9 +124,9 @@ def test_the_head_for_some_tokens(model: Decoder, count: int) -> None:
 def test_no_head_where_its_weights_are_gone() -> None:
     llama = random_model("llama", layers=LAYERS)
     assert llama.lm_head is not None
-    assert llama.has_head_rows
+    assert llama.has_unpacked_head
     if choice.choose().name != "torch":
-        assert not random_model("llama", layers=LAYERS).pack().has_head_rows
+        assert not random_model("llama", layers=LAYERS).pack().has_unpacked_head
 
 
 class LayersAlone(SpeculationController):
