@@ -2,9 +2,9 @@
 
 A `LayerPlan` says what runs in one forward call; a `Schedule` gives the plan of the prompt and of each decode step. The
 schedules follow the definitions of the papers, with a fixed rounding rule (half up, in integers), which the papers
-leave open: SkipDecode (arXiv 2307.02628), early exit,
-Unified Layer Skipping (arXiv 2404.06954), and any fixed set of layers. All rows of a batch share a plan, and layer sets
-are nested over the steps, so no token ever needs K/V that an earlier token did not write (`has_no_kv_holes`).
+leave open: SkipDecode (arXiv 2307.02628), early exit, Unified Layer Skipping (arXiv 2404.06954), and any fixed set of
+layers. All rows of a batch share a plan, and layer sets are nested over the steps, so no token ever needs K/V that an
+earlier token did not write (`has_no_kv_holes`).
 """
 
 import itertools
