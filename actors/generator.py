@@ -132,7 +132,7 @@ class Generator:
         prefill: str | None = None,
         length_buckets: Sequence[int] = (),
     ) -> "Generator":
-        """The same loaded model under another `decode:` mapping (batch size, prefill, buckets), with its own counts."""
+        """A generator that shares the loaded model, under another `decode:` mapping (batch size, prefill, buckets)."""
         other = copy.copy(self)
         other.config = replace(
             self.config,
@@ -149,7 +149,7 @@ class Generator:
 
     @property
     def precision(self) -> str:
-        """What the model computes in, for people: `bfloat16`, or `bfloat16, int8 weights`."""
+        """The numeric format for display: `bfloat16`, or `bfloat16, int8 weights`."""
         return dtype_name(self.dtype) + (f", {self.config.quantization} weights" if self.config.quantization else "")
 
     # --- a window of rows
@@ -157,8 +157,8 @@ class Generator:
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         """Answers every request; one that cannot be decoded is a `RowFailure`, never an exception.
 
-        A share of the batches is decoded at full depth, too. `may_measure=False` is for rows that are no fair sample,
-        such as part of another worker's window; they do not count for the share either.
+        A share of the batches is also decoded at full depth. `may_measure=False` excludes rows that are not a fair
+        sample, such as a stolen part of another worker's window, from that share.
         """
         answers: dict[int, Answer] = {}
         result = WindowResult([])
@@ -207,8 +207,7 @@ class Generator:
     def schedule(self, max_new_tokens: int) -> Schedule:
         """The schedule of a row with that limit. Rows with equal schedules share batches.
 
-        A schedule that only drafts is the same for all limits, since rows of full depth share batches whatever theirs
-        are.
+        A schedule that is only used for drafting does not depend on the limit, so that all rows can share batches.
         """
         return make_schedule(
             self.config.decode,
@@ -341,7 +340,7 @@ class Generator:
         return generate(self.model, chosen, schedule, decode_text=decode_text, graphs=self.graphs, **options)
 
     def _scored(self, chosen: Sequence[Request], result: BatchResult) -> tuple[list[Completion], float]:
-        """The completions, with the prompt scores asked for beside new tokens, and the seconds that scoring took."""
+        """The completions with the requested prompt scores, and the seconds that scoring took."""
         if is_scored_alone(chosen[0]):
             return result.completions, 0.0
         start = time.perf_counter()
@@ -350,7 +349,7 @@ class Generator:
         return completions, time.perf_counter() - start
 
     def speculation(self, schedule: Lossless) -> SpeculationController:
-        """Decides how many tokens the batches of that schedule draft; one for all of them, which learns from each."""
+        """The controller of a schedule's drafts, which learns from all of its batches."""
         if schedule not in self._controllers:
             ceilings = None if self.config.deterministic else self.ceilings  # times must decide nothing there
             latency, known = LatencyModel.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
@@ -380,7 +379,7 @@ class Generator:
         warm_up(self.model, self.schedule(NEW_TOKENS), self.graphs, max_rows=max_rows)
 
     def _capture_graphs(self) -> None:
-        """Captures all graphs that batches under this configuration will ask for."""
+        """Captures all graphs that batches under this configuration need."""
         if self.graphs is None:
             return
         schedules = [self.schedule(min(self.model.config.max_position_embeddings, MAX_CAPTURED_STEPS))]
@@ -391,9 +390,9 @@ class Generator:
 
 
 def _load(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.device], torch.dtype]:
-    """The model, packed for its devices; these; and the type of hidden states, keys and values.
+    """The model, packed for its devices; the devices; and the type of hidden states, keys and values.
 
-    Raises ValueError, before any weight is read, where devices are missing or the weights do not fit.
+    Raises ValueError before any weight is read if devices are missing or the weights do not fit.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)

@@ -40,14 +40,14 @@ def call(verb: str, arguments: list[str]) -> dict[str, Any]:
 
 def compare(name: str, rows: int, root: Path) -> dict[str, Any]:
     share, keys = CORPORA[name]
-    place = root / name.replace(" ", "-")
-    place.mkdir()
+    folder = root / name.replace(" ", "-")
+    folder.mkdir()
     lines = (json.dumps(row) + "\n" for row in make_prompts(max(1, round(share * rows))))
-    (place / "in.jsonl").write_text("".join(lines), encoding="utf-8")
-    arguments = ["-i", str(place / "in.jsonl"), "-o", str(place / "run"), "decode.speedup=2", *keys]
+    (folder / "in.jsonl").write_text("".join(lines), encoding="utf-8")
+    arguments = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "run"), "decode.speedup=2", *keys]
     expected = call("doctor", arguments)["estimate"]
     call("generate", arguments)
-    report = json.loads((place / "run/report.json").read_text(encoding="utf-8"))
+    report = json.loads((folder / "run/report.json").read_text(encoding="utf-8"))
     live = report["estimate"]
     found = {
         "corpus": name,

@@ -41,7 +41,7 @@ def with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _has_null(type_: pa.DataType) -> bool:
     """Whether `type_` is null, or has children that are."""
-    return pa.types.is_null(type_) or any(_has_null(type_.field(place).type) for place in range(type_.num_fields))
+    return pa.types.is_null(type_) or any(_has_null(type_.field(index).type) for index in range(type_.num_fields))
 
 
 def _is_fixed(type_: pa.DataType) -> bool:
@@ -57,8 +57,8 @@ def _struct(column: pa.StructArray, type_: pa.StructType) -> pa.StructArray:
     """Children are found by name, as Arrow's cast finds them; one that is not there is null."""
     children = []
     for field in type_:
-        place = column.type.get_field_index(field.name)
-        child = pa.nulls(len(column), field.type) if place < 0 else retyped(column.field(place), field.type)
+        index = column.type.get_field_index(field.name)
+        child = pa.nulls(len(column), field.type) if index < 0 else retyped(column.field(index), field.type)
         children.append(child)
     return pa.StructArray.from_arrays(
         children, fields=list(type_), mask=column.is_null() if column.null_count else None

@@ -113,9 +113,9 @@ def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, P
     """The folders of a model and its adapter and the configuration of both; ValueError where they do not fit."""
     folder = resolve_source(source)
     model_config = read_config(folder)
-    place = None if adapter is None else resolve_adapter(adapter)
-    check_folder(folder, place)
-    return folder, model_config if place is None else adapted(model_config, place), place
+    adapter_folder = None if adapter is None else resolve_adapter(adapter)
+    check_folder(folder, adapter_folder)
+    return folder, model_config if adapter_folder is None else adapted(model_config, adapter_folder), adapter_folder
 
 
 def resolve_decode(config: JobConfig, model_config: DecoderConfig, log: Log) -> dict[str, Json]:

@@ -11,7 +11,7 @@ class Batch:
     rows: tuple[int, ...]
     """Indices into the window."""
     bucket: int
-    """Width in tokens that holds every prompt of the batch, or what follows the shared prefixes of each."""
+    """The width in tokens that fits every prompt of the batch, shared prefixes excluded."""
     prefix_lengths: tuple[tuple[int, ...], ...] = ()
     """Per row, the lengths of the (nested) prefixes that it shares with others; empty if nothing is shared."""
 
@@ -21,7 +21,7 @@ class Batch:
 
 
 def bucket_of(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket (sorted) that holds `length`; beyond the last one, the next multiple of the last one."""
+    """The smallest of the sorted buckets that fits `length`; beyond the last one, the next multiple of it."""
     at = bisect_left(buckets, length)
     if at < len(buckets):
         return buckets[at]

@@ -24,7 +24,7 @@ class FullDepthSample:
 
     batches: int = 0
     counted: int = 0
-    """Batches that the sampled fraction is of."""
+    """Batches that are eligible for the sample."""
     pairs: int = 0
     first_row: str = ""
     """The id of the worker's first row: the seed by which workers draw different batches."""
@@ -34,9 +34,10 @@ class FullDepthSample:
         return fraction > 0 and (self.counted in FIRST_PAIRS or self.counted == self._drawn(fraction))
 
     def _drawn(self, fraction: float) -> int:
-        """The batch that is drawn from the 1 / `fraction` batches among which the next one is.
+        """The number of the batch that is drawn from the group of 1 / `fraction` batches that the next one is in.
 
-        Drawn, because batches of a stolen window come longest first: equal distances could always hit one length.
+        It is drawn at random since batches of a shared window come longest first: with equal distances the sample could
+        always hit the same length.
         """
         part = int(self.counted * _exact(fraction))
         first, end = (math.ceil(at / _exact(fraction)) for at in (part, part + 1))
@@ -94,7 +95,7 @@ def predicted(
 ) -> dict[str, float]:
     """The seconds of a batch by the cost model, under its schedule and at full depth, by the names in its record."""
     record: dict[str, float] = {}
-    parts = num_devices  # a batch is as many parts, and takes as long as one part would alone on one device
+    parts = num_devices  # a batch is split into as many parts, and takes as long as one of them on a single device
     for prefix, chosen in (("predicted", schedule), ("full_predicted", FullDepth(model.config.num_hidden_layers))):
         prefill, decode = predict_s(
             model.config,

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts at full depth: beside the answers of a batch, or alone where no tokens are asked for."""
+"""Log-probabilities of prompts at full depth, in addition to the answers of a batch or without generating anything."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from skipdecode.engine.request import Request, refuse_too_long
 from skipdecode.engine.results import BatchResult, BatchStats, Completion
 from skipdecode.model.decoder import Decoder
 
-MAX_TOKENS = 2048  # that go through the model at once, since all their hidden states are in memory
+MAX_TOKENS = 2048  # prompt tokens scored in one pass, since all their hidden states are in memory
 
 
 def is_scored_alone(request: Request) -> bool:
@@ -20,9 +20,9 @@ def is_scored_alone(request: Request) -> bool:
 def with_scores(
     model: Decoder, requests: Sequence[Request], completions: Sequence[Completion], together: bool
 ) -> list[Completion]:
-    """The completions with the scores of their prompts, where these are asked for.
+    """The completions, with the scores of their prompts if requested.
 
-    With `together` several prompts go through the model at once. Without, a prompt's bits depend on nothing else.
+    `together`: score several prompts in one pass; otherwise a prompt's scores do not depend on the other prompts.
     """
     asking = sorted(
         (row for row, request in enumerate(requests) if request.score_prompt),
@@ -43,7 +43,7 @@ def with_scores(
 
 
 def score_alone(model: Decoder, requests: Sequence[Request], together: bool) -> BatchResult:
-    """The scores of prompts that are not continued."""
+    """The scores of prompts for which nothing is generated."""
     refuse_too_long(requests, model.config.max_position_embeddings)
     start = time.perf_counter()
     nothing = [Completion([], "length", 0, 0) for _ in requests]

@@ -54,7 +54,7 @@ class Prefixes:
     ends: tuple[int, ...] = ()
     """Their lengths in tokens, ascending."""
     ids: tuple[int, ...] = ()
-    """The same prefix has the same number in all prompts that share it."""
+    """A number for each prefix, equal in all prompts that share it."""
 
     @property
     def length(self) -> int:
@@ -102,10 +102,10 @@ def cut_by_prefix(
     buckets: Sequence[int],
     batch_size: Callable[[int, Sequence[int]], int],
 ) -> list[Batch]:
-    """As `cut_batches` for rows of one schedule, with buckets of what follows the shared prefixes.
+    """`cut_batches` for rows of one schedule, with buckets by the length of what follows the shared prefixes.
 
-    Rows that share all their prefixes stay in one batch where that leaves batches of about equal size. `batch_size` is
-    given the bucket and the rows that are in it.
+    Rows that share all their prefixes stay in one batch if batches of about equal size are still possible. `batch_size`
+    is called with the bucket and its rows.
     """
     suffixes = [length - own.length for length, own in zip(lengths, prefixes, strict=True)]
     groups = [own.ids[-1] if own.ids else -1 - row for row, own in enumerate(prefixes)]  # without prefixes: alone
@@ -159,7 +159,7 @@ def cut_with_shared_prefixes(
     def size(bucket: int, rows: Sequence[int]) -> int:
         if copies:
             return batch_size(bucket_of(max(lengths[row] for row in rows), buckets))
-        # Different prefixes lie next to each other in memory, each padded to the longest.
+        # different prefixes are adjacent in memory, each padded to the longest
         num_prefixes = len({number for row in rows for number in prefixes[row].ids})
         longest = max(prefixes[row].length for row in rows)
         return batch_size(bucket, prefix_columns=-(-num_prefixes * longest // len(rows)))
@@ -183,5 +183,5 @@ def shared_prefixes_of(prompts: Sequence[Sequence[int]], costs: PrefillCosts, nu
 
 
 def prefixes_in(batch: Batch, prompts: Sequence[Sequence[int]]) -> PrefixSharing | None:
-    """The prefixes that the prompts of a batch share by its `prefix_lengths`."""
+    """The shared prefixes of a batch, as its `prefix_lengths` say; None if there are none."""
     return share_prefixes(prompts, batch.prefix_lengths) if batch.prefix_lengths else None

@@ -1,6 +1,6 @@
 """How a worker cuts a window of rows into batches.
 
-Rows with one schedule and one length bucket go together, and share prefixes where that saves time. Rows that are only
+A batch has rows of one schedule and one length bucket, which share prefixes if that saves time. Rows that are only
 scored have batches of their own.
 """
 
@@ -22,7 +22,7 @@ from skipdecode.schedules.schedule import Schedule
 class WindowCutter:
     full: Schedule
     schedule: Callable[[int], Schedule]
-    """The schedule of a row, by the number of its new tokens."""
+    """The schedule of a row with that `max_new_tokens`."""
     batch_size: Callable[..., int]
     """`Generator.batch_size`."""
     buckets: Sequence[int]
@@ -32,11 +32,11 @@ class WindowCutter:
     prefill_costs: Callable[[Schedule], PrefillCosts]
 
     def cut(self, requests: Sequence[Request]) -> list[Batch]:
-        """The batches that a window is decoded in. A batch cut again by itself stays whole."""
+        """The batches of a window. Cutting the rows of one batch again yields the same batch."""
         scored = [row for row, request in enumerate(requests) if is_scored_alone(request)]
         lengths = [len(requests[row].prompt_tokens) for row in scored]
         size = partial(self.batch_size, max_new_tokens=1)
-        batches = _of_window(cut_batches(lengths, [self.full] * len(scored), self.buckets, size), scored)
+        batches = _in_window(cut_batches(lengths, [self.full] * len(scored), self.buckets, size), scored)
         longest = max((request.sampling.max_new_tokens for request in requests), default=1)
         by_schedule: dict[Schedule, list[int]] = {}
         for row, request in enumerate(requests):
@@ -44,7 +44,7 @@ class WindowCutter:
                 by_schedule.setdefault(self.schedule(request.sampling.max_new_tokens), []).append(row)
         for schedule, rows in by_schedule.items():
             found = self._cut_group([requests[row].prompt_tokens for row in rows], schedule, longest)
-            batches += _of_window(found, rows)
+            batches += _in_window(found, rows)
         return batches
 
     def _cut_group(self, prompts: Sequence[Sequence[int]], schedule: Schedule, max_new_tokens: int) -> list[Batch]:
@@ -75,6 +75,6 @@ class WindowCutter:
         return self.copies_prefixes or isinstance(schedule, Lossless)
 
 
-def _of_window(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:
-    """Batches of some rows of a window, with their rows as indices into the window."""
+def _in_window(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:
+    """The batches, with indices into `rows` replaced by indices into the window."""
     return [replace(batch, rows=tuple(rows[at] for at in batch.rows)) for batch in batches]

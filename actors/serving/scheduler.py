@@ -56,7 +56,7 @@ class Batch(Protocol):
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Those that had not ended before the last step."""
+        """The tickets that had not ended before the last step."""
 
     @property
     def cache_bytes(self) -> int: ...
@@ -82,7 +82,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
-        """Those of `waiting` that start together in this step; does not remove them."""
+        """The waiting tickets that start together in this step; they stay in `waiting`."""
 
     @abstractmethod
     def start(self, tickets: list[Ticket]) -> None:

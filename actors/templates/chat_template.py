@@ -44,7 +44,7 @@ class ChatTemplate:
     """True if it reads content only as a list of parts, and drops a text."""
 
     def with_parts_detected(self) -> "ChatTemplate":
-        """The same template, with `takes_parts` found by rendering it twice."""
+        """A copy in which `takes_parts` is detected by rendering the template twice."""
         asked, now = [{"role": "user", "content": PROBE}], datetime.now(UTC)
         text, parts = (replace(self, takes_parts=takes).render_rows([asked], now=now)[0] for takes in (False, True))
         loses_text = isinstance(text, str) and PROBE not in text

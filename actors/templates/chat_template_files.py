@@ -62,12 +62,12 @@ def _of_folder(folder: Path) -> dict[str, str]:
         found[DEFAULT] = _read(folder / TEMPLATE_FILE)
     if found:
         return found
-    said = read_mapping(folder / "tokenizer_config.json").get("chat_template")
-    if said is None:
+    given = read_mapping(folder / "tokenizer_config.json").get("chat_template")
+    if given is None:
         return {}
-    named = {DEFAULT: said} if isinstance(said, str) else said
-    if isinstance(said, list) and all(isinstance(one, dict) for one in said):
-        named = {one.get("name"): one.get("template") for one in said}
+    named = {DEFAULT: given} if isinstance(given, str) else given
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        named = {one.get("name"): one.get("template") for one in given}
     if not isinstance(named, dict) or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor named texts")
     return named

@@ -135,13 +135,13 @@ def kept_scores(found: dict[str, dict[str, Found]]) -> str | None:
 
 def _by_torch(bench: Bench, make: Callable[[Bench, int], Case], context: AbstractContextManager[None]) -> Found:
     """The times, or `refused` with torch's warning where the back end does not take the shape."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with context:
                 return _timed(bench, make, Case.by_torch)
         except RuntimeError as error:
-            why = [str(one.message).splitlines()[0] for one in said] or str(error).splitlines()[:1]
+            why = [str(one.message).splitlines()[0] for one in caught] or str(error).splitlines()[:1]
             return {"refused": "; ".join(why)[:300]}
 
 

@@ -66,8 +66,8 @@ def nvidia_smi() -> Found:
         head = _asked()
         rows = parse_devices(_asked(f"--query-gpu={','.join(FIELDS)}", "--format=csv"))
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stdout", None) or "").strip() or str(error)  # its refusals go to stdout
-        return {"problem": said.splitlines()[-1][:300], "devices": []}
+        output = str(getattr(error, "stdout", None) or "").strip() or str(error)  # its refusals go to stdout
+        return {"problem": output.splitlines()[-1][:300], "devices": []}
     return {"driver": rows[0]["driver_version"] if rows else None, "cuda": parse_cuda(head), "devices": rows}
 
 

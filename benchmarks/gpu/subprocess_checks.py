@@ -111,12 +111,12 @@ def parse_lane(text: str) -> tuple[dict[str, int], list[str]]:
 
 def parse_sanitizer(text: str) -> tuple[int | None, str | None]:
     """The number of errors that compute-sanitizer reports (None if it does not), and the first one."""
-    said = [line.strip("= ").strip() for line in text.splitlines() if line.startswith("=========")]
-    sums = [found for line in said if (found := re.search(r"ERROR SUMMARY: (\d+) error", line))]
+    output = [line.strip("= ").strip() for line in text.splitlines() if line.startswith("=========")]
+    sums = [found for line in output if (found := re.search(r"ERROR SUMMARY: (\d+) error", line))]
     if not sums:
         return None, None
-    errors = [number for number, line in enumerate(said) if re.match(r"Invalid |Misaligned ", line)]
-    first = " ".join(said[errors[0] : errors[0] + 2]) if errors else None
+    errors = [number for number, line in enumerate(output) if re.match(r"Invalid |Misaligned ", line)]
+    first = " ".join(output[errors[0] : errors[0] + 2]) if errors else None
     return int(sums[-1][1]), first
 
 

@@ -35,12 +35,12 @@ def submission_id() -> str | None:
 
 
 def tell_job(counts: JobProgress, elapsed_s: float) -> None:
-    """Puts `counts` into the job's metadata, as strings, and `elapsed_s`; does nothing where there is no job."""
+    """Puts `counts` and `elapsed_s` into the job's metadata, as strings; does nothing outside of a submitted job."""
     job = submission_id()
     if job is None or not ray.is_initialized():
         return
-    told: dict[str, Json] = {name: str(value) for name, value in counts.items()}
-    told["elapsed_s"] = f"{elapsed_s:.0f}"
+    progress: dict[str, Json] = {name: str(value) for name, value in counts.items()}
+    progress["elapsed_s"] = f"{elapsed_s:.0f}"
 
     def update(record: dict[str, Json]) -> bool:
         if record.get("status") != "RUNNING":
@@ -48,14 +48,14 @@ def tell_job(counts: JobProgress, elapsed_s: float) -> None:
         before = record.get("metadata") or {}
         if not isinstance(before, dict):
             raise TypeError(f"the metadata of a job is no mapping: {before!r}")
-        record["metadata"] = before | told
+        record["metadata"] = before | progress
         return True
 
     update_job_record(job, update)
 
 
 def job_teller(log: Callable[[str], None]) -> Callable[[JobProgress, float], None]:
-    """`tell_job` that never raises, whatever Ray's store holds or does: `log` hears of the first failure."""
+    """`tell_job` that never raises, whatever Ray's store holds or does; the first failure is logged."""
     num_failed = 0
 
     def tell(counts: JobProgress, elapsed_s: float) -> None:

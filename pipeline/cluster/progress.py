@@ -128,9 +128,9 @@ def live_progress(
     collector: ActorHandle,
     total: int,
     log: Callable[[str], None],
-    hear: Callable[[Counts], None] = lambda _: None,
+    on_counts: Callable[[Counts], None] = lambda _: None,
 ) -> Ticker:
-    """`with live_progress(collector, total, log):` while the pipeline runs. `hear` is told each time, too."""
+    """`with live_progress(collector, total, log):` while the pipeline runs. Calls `on_counts` with every update."""
     started, tell = time.monotonic(), job_teller(log)
 
     def counts() -> Counts | None:
@@ -140,7 +140,7 @@ def live_progress(
             return None  # figures only; the run itself says when something is wrong
         progress: JobProgress = {**found, "rows_done": rows_done(found, total), "rows_total": total}
         tell(progress, time.monotonic() - started)
-        hear(found)
+        on_counts(found)
         return found
 
     def line() -> str | None:

@@ -25,13 +25,13 @@ from pipeline.config.job import ConfigError, JobConfig
 from pipeline.doctor.corpus_estimate import Worker, estimate
 from pipeline.doctor.facts import (
     GIB,
+    check_shared_memory,
     cpu_backend,
     cuda_backend,
     gpus,
     machine,
     says_nothing_of_cpus,
     wrong_devices,
-    wrong_places,
 )
 from pipeline.doctor.versions import check_versions
 from pipeline.formatting import Json, Log
@@ -114,7 +114,7 @@ def examine(config: JobConfig, has_input: bool, log: Log) -> dict[str, Json]:
         "gpus": [asdict(gpu) for gpu in gpus()],
         "ray": None if cluster is None else asdict(ray_facts(cluster)),
     }
-    problems += check_versions().wrong + wrong_devices() + wrong_places()
+    problems += check_versions().wrong + wrong_devices() + check_shared_memory()
     on_gpu = attempt(cuda_backend)
     if on_gpu is not None:
         log(f"CUDA kernels: {on_gpu}")
@@ -140,8 +140,8 @@ def examine(config: JobConfig, has_input: bool, log: Log) -> dict[str, Json]:
             actors = 1 if pool is None else pool.max_size
             expected = attempt(lambda: estimate(config, listing, worker, actors, heard))
             document["estimate"] = None if expected is None else asdict(expected)
-    place = attempt(lambda: output(config, problems))
-    document["output"] = None if place is None else asdict(place)
+    target = attempt(lambda: output(config, problems))
+    document["output"] = None if target is None else asdict(target)
     document["problems"], document["warnings"] = [*problems], [*warnings]
     return document
 
@@ -247,12 +247,12 @@ def output(config: JobConfig, problems: list[str]) -> Output:
     folder = RunFolder.open(config.output.path)
     found = Output(folder.shown, folder.exists())
     if folder.is_local:
-        place = next(p for p in (Path(folder.root), *Path(folder.root).parents) if p.exists())
-        found.free_bytes = shutil.disk_usage(place).free
-        if not os.access(place, os.W_OK):
-            problems.append(f"output.path: {place} is not writable for this user; choose another output.path")
+        existing = next(p for p in (Path(folder.root), *Path(folder.root).parents) if p.exists())
+        found.free_bytes = shutil.disk_usage(existing).free
+        if not os.access(existing, os.W_OK):
+            problems.append(f"output.path: {existing} is not writable for this user; choose another output.path")
         if found.free_bytes < LOW_DISK_BYTES:
-            problems.append(f"output.path: {found.free_bytes / GIB:.1f} GiB are free at {place}; make room")
+            problems.append(f"output.path: {found.free_bytes / GIB:.1f} GiB are free at {existing}; make room")
     if found.exists and config.output.if_exists == "fail":
         problems.append(
             f"output.path: {folder.shown} exists already; use --resume to continue it, --overwrite to start over, or "

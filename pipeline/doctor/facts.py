@@ -88,7 +88,7 @@ def wrong_devices() -> list[str]:
     return []
 
 
-def wrong_places() -> list[str]:
+def check_shared_memory() -> list[str]:
     if not os.path.isdir("/dev/shm"):
         return []
     total = shutil.disk_usage("/dev/shm").total

@@ -1,7 +1,7 @@
 """The estimate of a run while it decodes: from the tokens of a sample before the start, and from its first batches.
 
-It costs a look at a few hundred rows, and decodes nothing. Left out: the progress line, whose time to go follows the
-pace at every moment (`pipeline.cluster.progress`).
+It reads a few hundred rows, and decodes nothing. The progress line has its own estimate, which follows the current pace
+(`pipeline.cluster.progress`).
 """
 
 import time
@@ -14,7 +14,7 @@ from pipeline.formatting import Log, count
 from pipeline.store.run_state import EstimateState
 
 SAMPLED_ROWS, SAMPLED_FILES = 512, 4
-SEEN_SHARE: Final = 0.01  # of the rows, and a window: then their pace is taken for that of the rest
+SEEN_SHARE: Final = 0.01  # of the rows, and at least a window: from then on their pace stands for that of the rest
 
 
 class LiveEstimate:
@@ -28,12 +28,12 @@ class LiveEstimate:
         log(lines(self._known)[0])
 
     def is_ready(self, rows: int) -> bool:
-        """Whether so many rows say enough, and nothing has been said yet."""
+        """True if this many rows are enough for the estimate, and it has not been made yet."""
         enough = max(self._shape.window_rows, SEEN_SHARE * self._shape.rows)
         return self.found is None and enough <= rows < self._shape.rows
 
-    def hear(self, pace: Pace) -> None:
-        """Says what the whole will take, once; `pace`: what the first rows took."""
+    def update(self, pace: Pace) -> None:
+        """Logs the estimate for the whole run, once; `pace` is that of the first rows."""
         good, batches = pace["rows"] - pace["failed"], max(pace["batches"], 1)
         if not self.is_ready(pace["rows"]) or not good or not pace["workers"]:
             return

@@ -73,17 +73,17 @@ def measure(generator: Generator, requests: Sequence[Request]) -> Measured:
 def level_of(
     generator: Generator, ceilings: Ceilings, requests: Sequence[Request], results: Sequence[tuple[Batch, BatchResult]]
 ) -> Level:
-    prefill = decode = said_prefill = said_decode = 0.0
+    prefill = decode = predicted_prefill = predicted_decode = 0.0
     row_steps = steps = 0
     for batch, result in results:
         carried = result.stats.batch_rows
-        said = predicted_s(generator, ceilings, [requests[row] for row in batch.rows], batch, carried)
-        said_prefill, said_decode = said_prefill + said[0], said_decode + said[1]
+        predicted = predicted_s(generator, ceilings, [requests[row] for row in batch.rows], batch, carried)
+        predicted_prefill, predicted_decode = predicted_prefill + predicted[0], predicted_decode + predicted[1]
         prefill, decode = prefill + result.stats.prefill_s, decode + result.stats.decode_s
         row_steps, steps = row_steps + sum(carried), steps + len(carried)
     rows = row_steps / steps if steps else fmean(len(batch.rows) for batch, _ in results)
-    at_prompts = prefill / said_prefill if said_prefill else 1.0
-    return Level(rows, at_prompts, decode / said_decode if said_decode else at_prompts)
+    at_prompts = prefill / predicted_prefill if predicted_prefill else 1.0
+    return Level(rows, at_prompts, decode / predicted_decode if predicted_decode else at_prompts)
 
 
 def predicted_s(

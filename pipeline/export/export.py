@@ -8,7 +8,7 @@ import pyarrow as pa
 from pipeline.export.card import make_card
 from pipeline.export.export_plan import ExportPlan, Options, plan_export, shard_name
 from pipeline.export.shards import open_shard, read_parts
-from pipeline.export.target import Place, open_place
+from pipeline.export.target import Destination, open_destination
 from pipeline.formatting import Json, Log, count
 
 
@@ -17,12 +17,12 @@ def export(options: Options, log: Log) -> dict[str, Json]:
     plan = plan_export(options)
     _check_books(plan)
     log(f"{plan.folder.shown}: {count(plan.num_rows, 'row')} into {count(plan.num_shards, 'file')}")
-    with open_place(plan.target) as place:
-        written = write_shards(plan, place)
+    with open_destination(plan.target) as destination:
+        written = write_shards(plan, destination)
         if written != plan.num_rows:
             raise RuntimeError(f"{plan.folder.shown}: read {written} rows, expected {plan.num_rows}; start again")
         if options.format == "dataset":
-            with place.file("README.md") as file:
+            with destination.file("README.md") as file:
                 file.write(make_card(plan).encode())
     return {
         "output": plan.target.root,
@@ -36,21 +36,21 @@ def export(options: Options, log: Log) -> dict[str, Json]:
 
 def _check_books(plan: ExportPlan) -> None:
     books, rows = plan.state["books"], plan.options.rows
-    said = [books["ok"] if rows != "failed" else 0, books["failed"] if rows != "good" else 0]
-    if plan.state["state"] == "finished" and plan.num_rows != sum(number or 0 for number in said):
+    expected = [books["ok"] if rows != "failed" else 0, books["failed"] if rows != "good" else 0]
+    if plan.state["state"] == "finished" and plan.num_rows != sum(number or 0 for number in expected):
         raise RuntimeError(
             f"{plan.folder.shown}: the data files hold {plan.num_rows} such rows, but run.json says "
-            f"{sum(number or 0 for number in said)}; `skipdecode verify` tells which are missing"
+            f"{sum(number or 0 for number in expected)}; `skipdecode verify` tells which are missing"
         )
 
 
-def write_shards(plan: ExportPlan, place: Place) -> int:
+def write_shards(plan: ExportPlan, destination: Destination) -> int:
     """Writes all files; returns the number of rows."""
     written = 0
     rows = _Rows(read_parts(plan))
     with closing(rows):
         for number in range(plan.num_shards):
-            with place.file(shard_name(plan, number)) as sink:
+            with destination.file(shard_name(plan, number)) as sink:
                 shard = open_shard(plan, sink)
                 for part in rows.take(plan.options.rows_per_file):
                     shard.write(part)

@@ -19,15 +19,17 @@ from pipeline.store.atomic_files import make_folder, put, sync
 from pipeline.store.run_folder import RunFolder
 
 
-class Place(Protocol):
+class Destination(Protocol):
+    """Where an export writes its files."""
+
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
         """Opens the file `name`, a path relative to the target, for writing."""
 
 
 @contextmanager
-def open_place(target: RunFolder) -> Iterator[Place]:
-    """Yields where to write; the target appears when this ends, and not at all if it ends with an exception."""
+def open_destination(target: RunFolder) -> Iterator[Destination]:
+    """Yields the destination; the target appears when the block ends, and not at all if it raises."""
     if isinstance(target.filesystem, pafs.LocalFileSystem):
         with _on_disk(target.root) as disk:
             yield disk

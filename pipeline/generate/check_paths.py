@@ -18,8 +18,9 @@ from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import IS_RUN, RunState
 
 
-def check_apart(folder: RunFolder, listing: Listing) -> None:
-    """ConfigError when input and run folder overlap: --overwrite would delete files, --resume read our rows."""
+def check_no_overlap(folder: RunFolder, listing: Listing) -> None:
+    """Raises ConfigError if input and run folder overlap: --overwrite would delete input files, and --resume would read
+    generated rows as input."""
     if not listing.filesystem.equals(folder.filesystem):
         return
     is_local = isinstance(folder.filesystem, LocalFileSystem)
@@ -112,10 +113,10 @@ def has_all_rows(folder: RunFolder, state: RunState, log: Log) -> bool:
 
 
 def _has_report(folder: RunFolder, state: RunState) -> bool:
-    """Whether `report.json` counts what the books say."""
+    """True if the counts in `report.json` are those of the books."""
     try:
         report = json.loads(folder.read_text("report.json") or "null")
     except ValueError:
         return False
-    said = (report.get("completed"), report.get("failed")) if isinstance(report, dict) else None
-    return said == (state["books"]["ok"], state["books"]["failed"])
+    counted = (report.get("completed"), report.get("failed")) if isinstance(report, dict) else None
+    return counted == (state["books"]["ok"], state["books"]["failed"])

@@ -59,11 +59,11 @@ class HelperActors:
     attempts: ActorHandle
     """`stages.attempt_tracker.AttemptTracker`"""
     steal_queue: ActorHandle | None
-    """`stages.work_stealing.StealQueue`; None where workers share nothing."""
+    """`stages.work_stealing.StealQueue`; None if workers do not share windows."""
 
 
 def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> Dataset:
-    """A dataset without rows. Running it writes every row of the plan that is not done once, in any order."""
+    """A dataset without rows. Running it writes every row of the plan that is not done, exactly once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
     sampling = spec.tokenize.sampling

@@ -1,13 +1,13 @@
-"""How Ray Data executes a run: how far stages are ahead of each other, how the driver waits, which workers stay.
+"""How Ray Data executes a run: backpressure between stages, how the driver waits, and which workers are kept.
 
-- Ray Data bounds what waits between two stages by bytes against those that the next stage has in hand, and not at all
-  while it has none. Windows of short prompts are small, and blocks under 100 KB live in the driver: reading would run
-  ahead by a whole corpus (`FewBlocksAhead`).
-- Its loop looks at all that it runs ten times a second, whether anything has happened or not, and takes 2 to 3 % of a
-  core for that: nothing on a machine with a core to spare, time of the decoder's where that takes all (`WaitForTasks`).
-- It lets go of every idle worker as soon as its input has ended; such a worker could help others (`KeepWorkers`).
+- Ray Data limits the bytes queued between two stages relative to those that the next stage is processing, and not at
+  all while it processes none. Windows of short prompts are small, and blocks under 100 KB live in the driver, so
+  reading would run ahead by a whole corpus (`FewBlocksAhead`).
+- Its scheduling loop polls ten times a second even if nothing has happened, which takes 2 to 3 % of a core. That is
+  nothing on a machine with a core to spare, but decoding time on one without (`WaitForTasks`).
+- It releases every idle worker as soon as its input has ended; such a worker could help others (`KeepWorkers`).
 
-Left out: what the stages do (`dataset`).
+What the stages do is in `dataset`.
 """
 
 import warnings
@@ -28,15 +28,14 @@ from pipeline.cluster.ray_internals import (
 )
 
 BLOCKS_PER_TASK = 4
-QUIET_S = 0.4  # what is no task's doing (a pool that may grow, a timeout) waits for as long at most
+QUIET_S = 0.4  # the longest wait, and so the delay of anything that no task triggers (a growing pool, a timeout)
 STEP_S = 0.1
 BLOCK_BYTES = 8 << 20  # Ray joins blocks up to this before the next stage sees them; 128 MiB would delay the first row
 
 
 class FewBlocksAhead(InputPolicy):
-    """A stage takes no more input while BLOCKS_PER_TASK blocks wait behind it for each task that the next one may run.
-
-    Not the last stage: nobody waits for its blocks.
+    """A stage takes no more input while BLOCKS_PER_TASK of its output blocks are queued for each task that the next
+    stage may run. The last stage is not limited.
     """
 
     NAME = "FewBlocksAhead"
@@ -47,13 +46,12 @@ class FewBlocksAhead(InputPolicy):
 
 
 def _tasks(operator: Operator) -> int:
-    """Tasks that it may run at a time; 1 where it does not say."""
+    """The number of tasks that a stage may run at a time; 1 if it does not say."""
     return operator.get_max_concurrency_limit() or 1
 
 
 class WaitForTasks(StepCallback):
-    """Ends a step of the loop when a task has something for the next one, or after a wait that grows with every step
-    in which none had."""
+    """Ends a step of the loop when a task has output, or after a wait that grows with every step without any."""
 
     def __init__(self) -> None:
         self.quiet_s = 0.0
@@ -65,7 +63,7 @@ class WaitForTasks(StepCallback):
 
 
 class KeepWorkers(StepCallback):
-    """Holds on to the workers until the run ends; of a pool that may shrink from the end of its input on."""
+    """Keeps the workers until the run ends; in a pool that may shrink, only from the end of its input on."""
 
     def __init__(self) -> None:
         self._kept: set[object] = set()
@@ -79,9 +77,9 @@ class KeepWorkers(StepCallback):
 
 
 def prepare(*, keep_workers: bool, no_progress_timeout_s: float) -> None:
-    """Settings of Ray Data for pipelines that are built from here on.
+    """Applies the settings to all pipelines that are built from now on.
 
-    `keep_workers`: those that are idle early stay to help others.
+    `keep_workers`: idle workers stay to help others.
     """
     context = DataContext.get_current()
     context.enable_progress_bars = False

@@ -19,7 +19,7 @@ from pipeline.cluster.node_backends import find_backends, reason_against_int8, r
 from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Log, count
-from pipeline.generate.check_paths import check_apart, check_output, has_all_rows, removed_on_refusal
+from pipeline.generate.check_paths import check_no_overlap, check_output, has_all_rows, removed_on_refusal
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.generate.stopping import stop_on_sigterm
@@ -53,11 +53,11 @@ class PlannedRun:
     """`run.json` of the run to resume."""
     input: InputPlan
     entries: Sequence[EntriesRef]
-    """Index entries of the input's rows (`row_index`); empty if nothing has to be looked up."""
+    """Index entries of the input's rows (`row_index`); empty if no row has to be looked up."""
     pool: Pool
     fingerprint: Fingerprint
     id_sum: int | None
-    """The sum of the ids of the input's rows, to reconcile the output with; None where it was not asked for."""
+    """The sum of the ids of the input's rows, to reconcile the output with; None if it was not computed."""
     is_finished: bool
     """True if the run in the folder was finished before and its files are still there."""
     started_at: float
@@ -67,7 +67,7 @@ class PlannedRun:
 
 
 def plan_run(config: JobConfig, log: Log, index_all: bool = False) -> PlannedRun:
-    """Checks all that can be checked; ConfigError where the run is not possible.
+    """Plans the run; raises ConfigError if it is not possible.
 
     `index_all`: index every row, which a resume or a retry needs.
     """
@@ -82,7 +82,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     earlier = check_output(folder, config)
     expansion = Expansion.of(config.input, config.sampling)
     listing = list_input(config.input, config.limits.max_line_bytes, expansion)
-    check_apart(folder, listing)
+    check_no_overlap(folder, listing)
     cluster = start_ray()
     stop_on_sigterm()
     log(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
@@ -127,7 +127,7 @@ def started_at(earlier: RunState | None) -> float:
 
 
 def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
-    """ConfigError where a column of the input bears the name of one that the run adds."""
+    """Raises ConfigError if the input has a column with the name of one that the run adds."""
     if taken := [name for name in score_schema(config.sampling).names if name in plan.extra_schema.names]:
         raise ConfigError(
             "input.path", f"the input has a column {taken[0]!r}, which this run writes itself; rename it in the input"
@@ -164,7 +164,7 @@ def resolve_run_dtype(
 
 
 def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate | None:
-    """The template of `input.chat_template`, or the checkpoint's; None where there is none, and none is needed."""
+    """The template of `input.chat_template`, or the checkpoint's; None if there is none, and none is needed."""
     given, own = config.input.chat_template, config.model.tokenizer
     try:
         source = resolve_source(own, "model.tokenizer") if own else model.folder
@@ -184,7 +184,7 @@ def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate 
 def used_chat_template(
     chat: ChatTemplate | None, config: JobConfig, format: str, scans: Sequence[FileScan], log: Log
 ) -> ChatTemplate | None:
-    """`chat`, or None where no prompt is rendered with it."""
+    """`chat`, or None if no prompt is rendered with it."""
     chats = sum(scan.num_chats for scan in scans)
     if format == "openai_batch" and chats and chat is None:
         if chats == sum(scan.num_documents for scan in scans):
@@ -198,7 +198,7 @@ def used_chat_template(
 
 
 def unused_chat_template(chat: ChatTemplate | None, config: JobConfig, format: str) -> str | None:
-    """A remark where the model has a template (`chat`, of `find_chat_template`), prompts are given as they are, and
-    the configuration does not say that this is meant. It is for new runs, since a run cannot change it once begun."""
+    """A hint if the model has a chat template (`chat`, from `find_chat_template`), prompts are used verbatim, and the
+    configuration does not say that this is intended. It is for new runs, since a run cannot change it later."""
     is_meant = "chat" in config.input.model_fields_set or config.input.is_chat or config.model.adapter is not None
     return None if chat is None or is_meant or format == "openai_batch" else UNUSED

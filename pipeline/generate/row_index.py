@@ -28,7 +28,7 @@ from pipeline.input.ids import (
     INPUT_ENTRY,
     OUTPUT_ENTRY,
     ROW_BITS,
-    describe_place,
+    describe_location,
     hash_origin,
     input_entries,
     output_entries,
@@ -109,7 +109,7 @@ def _sum_first(listing: Listing, index: int, config: InputConfig, count: int) ->
 def sum_duplicates(plan: InputPlan) -> int:
     """The sum of the ids of `duplicate_id` rows, as `ids.sum_outputs` counts them."""
     named = zip(plan.listing.files, plan.duplicates, strict=True)
-    return sum(hash_origin(describe_place(file.name, int(row))) for file, rows in named for row in rows)
+    return sum(hash_origin(describe_location(file.name, int(row))) for file, rows in named for row in rows)
 
 
 def index_outputs(
@@ -186,8 +186,8 @@ def _match_part(files: tuple[NDArray[np.void], list[str]] | None, num_inputs: in
     if files is None:
         return match_alone(outputs)
     num_rows_per_file, names = files
-    rows = inputs["place"] & np.uint64(0xFFFFFFFF)
-    limit = num_rows_per_file[(inputs["place"] >> ROW_BITS).astype(np.int64)]
+    rows = inputs["location"] & np.uint64(0xFFFFFFFF)
+    limit = num_rows_per_file[(inputs["location"] >> ROW_BITS).astype(np.int64)]
     return match(inputs[rows < limit.astype(np.uint64)], outputs, names)  # input.limit may end within a file
 
 

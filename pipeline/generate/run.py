@@ -78,7 +78,7 @@ def _execute(planned: PlannedRun, session: str, earlier_sessions: list[str], lea
         finish_commit(folder, earlier, log, lease.check)
     state = first_state(planned, session, "running", earlier_sessions)
     if earlier is None:
-        folder.write_state(state, lease.check)  # before anything else lies there: a folder without it cannot be resumed
+        folder.write_state(state, lease.check)  # before any other file: a folder without it cannot be resumed
     folder.fence(session, lease.check)
     if earlier is not None:
         remove_late(folder, earlier, lease.check, log)
@@ -96,7 +96,7 @@ def _execute(planned: PlannedRun, session: str, earlier_sessions: list[str], lea
 
 
 def finish_run(planned: PlannedRun, state: RunState, lease: Lease, log: Log) -> RunResult:
-    """Everything that is made of the data files once they are complete."""
+    """Writes the report and the batch files once the data files are complete, and marks the run finished."""
     folder, session = planned.folder, state["sessions"][-1]
     session["ended_at"] = session["ended_at"] or time.time()
     lease.check()

@@ -1,7 +1,7 @@
-"""How a run ends before its last row: signals, and the reason in words for everything else.
+"""How a run ends before its last row: signals, and the reason for everything else, as shown to the user.
 
-Ray Data ends a run with whatever exception reached it first; what the user needs to know is in the attempt
-tracker. Nothing is written here.
+Ray Data ends a run with whatever exception reached it first; what the user needs to know is in the attempt tracker.
+Nothing is written here.
 """
 
 import signal
@@ -23,7 +23,7 @@ ENDS_EARLY_AT = 100  # failed rows; below, an early end saves too little to leav
 
 
 class RunStopped(RuntimeError):
-    """The run was ended for a reason that its message names; what is written stays, and it can be resumed."""
+    """The run was ended for the reason in the message. What was written is kept, and the run can be resumed."""
 
     exit_code = 1
 
@@ -38,7 +38,7 @@ class TooManyFailed(RunStopped):
 
 
 def stop_on_sigterm() -> None:
-    """SIGTERM (a stopped job, a machine that is taken away) ends the run as Ctrl-C does. Call after Ray has started."""
+    """Makes SIGTERM (a stopped job, a preempted machine) end the run as Ctrl-C does. Call after Ray has started."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 

@@ -1,6 +1,6 @@
-"""Decodes and writes the rows of a run that are left, and records in `run.json` how that ended.
+"""Decodes and writes the remaining rows of a run, and records in `run.json` how that ended.
 
-The pipeline itself is `dataset`, its execution by Ray Data `execution`, and the reasons in words `stopping`.
+The pipeline is built in `dataset` and executed in `execution`; `stopping` explains why a run ended early.
 """
 
 import math
@@ -37,12 +37,12 @@ FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 
 def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, log: Log) -> None:
-    """Decodes all rows that are left, and records in `run.json` how it ended, well or not."""
+    """Decodes all remaining rows, and records in `run.json` how that ended, successfully or not."""
     folder, session = planned.folder, state["sessions"][-1]["id"]
     spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
     _note_start(planned, work, spec, log)
     estimate = _start_estimate(planned, work, spec, log)
-    is_retry = work.subfolder != "data"  # of rows that have failed already: there cannot be more of them
+    is_retry = work.subfolder != "data"  # its rows have failed already, so their number cannot grow
     ends_at = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
     helpers = _start_helpers(planned, work, spec, session, ends_at, failed)
@@ -53,13 +53,15 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
             keep_workers=helpers.steal_queue is not None,
             no_progress_timeout_s=planned.config.limits.no_progress_timeout_s + skipping_s(work),
         )
-        with live_progress(helpers.collector, work.num_left, log, partial(_hear, estimate, helpers.collector)):
+        with live_progress(
+            helpers.collector, work.num_left, log, partial(_update_estimate, estimate, helpers.collector)
+        ):
             execute(build_pipeline(spec, sink, helpers))
     except BaseException as error:
-        lease.check()  # whoever has taken the folder over writes its run.json
+        lease.check()  # if another process has taken the folder over, run.json is not ours to write
         state["state"] = "interrupted"
         with log_if_full(folder, log):
-            folder.write_state(state, lease.check)  # at once: who stops a job may not wait
+            folder.write_state(state, lease.check)  # at once: the process may be killed soon
             flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
             _end_session(folder, state, helpers.collector, flush_timeout_s, expected, lease, log)
         reason = reason_to_stop(error, helpers.attempts, folder.shown)
@@ -72,7 +74,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
 
 
 def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> LiveEstimate | None:
-    """An estimate from a sample; None if the rows that are left are no fair sample of the input, or cannot be read."""
+    """An estimate from a sample; None if the remaining rows are no fair sample of the input, or cannot be read."""
     if work.num_done or work.subfolder != "data":
         return None
     sampling, actors = spec.tokenize.sampling, planned.config.actors
@@ -85,7 +87,7 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Lo
     )
     try:
         sample = sample_rows(work.plan, spec.input, spec.prompter, spec.tokenize, sampling, SAMPLED_ROWS, SAMPLED_FILES)
-    except Exception as error:  # the run says what is wrong with its rows; here only figures are lost
+    except Exception as error:  # the run itself reports what is wrong with its rows; here only figures are lost
         log(f"estimate: none, since the first rows could not be looked at ({error})")
         return None
     if not sample.requests:  # all fail, or templates are slow
@@ -93,10 +95,10 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Lo
     return LiveEstimate(sample, shape, actors.price_per_hour, log)
 
 
-def _hear(estimate: LiveEstimate | None, collector: ActorHandle, counts: Counts) -> None:
+def _update_estimate(estimate: LiveEstimate | None, collector: ActorHandle, counts: Counts) -> None:
     if estimate is not None and estimate.is_ready(counts["rows"]):
         with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # figures only
-            estimate.hear(ray.get(collector.pace.remote(), timeout=10))
+            estimate.update(ray.get(collector.pace.remote(), timeout=10))
 
 
 def skipping_s(work: Work) -> float:
@@ -143,7 +145,7 @@ def _end_session(
     lease: Lease,
     log: Log,
 ) -> None:
-    """Asks for the last figures, and counts the rows; a run without its figures is still a run."""
+    """Collects the last figures, which may fail without harm to the run, and counts the rows."""
     try:
         ray.get(collector.flush.remote(), timeout=flush_timeout_s)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:

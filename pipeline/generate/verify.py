@@ -1,7 +1,7 @@
 """`jobs.verify`: proves from the files alone that every row of a run is accounted for, or says what is wrong.
 
 Row for row: every row of the input is there once, good or failed. An id belongs to the first row that has it; a later
-row with the same id is a row of its own, failed with `duplicate_id`, and known by its place. So "every id once" reads:
+row with the same id is a failed row of its own (`duplicate_id`), identified by its location. So "every id once" means
 one row that is not a `duplicate_id`, and for each later row exactly one that is. Also checked: that data files are
 whole and have the run's columns, that no row contradicts itself, that nothing lies about that no run wrote, and that
 `run.json` and `report.json` count what is there. Memory: as of `row_index`. Left out: whether the tokens are right.
@@ -108,9 +108,9 @@ def _files_since(folder: RunFolder, state: RunState) -> list[str]:
 
 def _other_ids(state: RunState, found: FilesFound) -> list[str]:
     """A problem if the ids are not those that `run.json` sums up. With the input at hand the rows are named instead."""
-    said = state["ids"]["output"] if state["state"] == "finished" else None
-    is_so = f"{found.id_sum:032x}"
-    return [] if said in (None, is_so) else [f"run.json: the sum of all ids is {said}, counted {is_so}"]
+    recorded = state["ids"]["output"] if state["state"] == "finished" else None
+    counted = f"{found.id_sum:032x}"
+    return [] if recorded in (None, counted) else [f"run.json: the sum of all ids is {recorded}, counted {counted}"]
 
 
 def _check_data(folder: RunFolder, state: RunState, log: Log) -> tuple[FilesFound, list[str], list[EntriesRef]]:
@@ -163,25 +163,25 @@ def _check_ids(folder: RunFolder, paths: list[str], matches: Iterator[Match], ve
             ("doubled", part.doubled, part.num_doubled), ("unknown", part.unknown, part.num_unknown)
         ):  # fmt: skip
             left = NUM_SHOWN - len(verdict.problems.first.get(kind, []))
-            verdict.problems.add(kind, [_name_output(folder, paths, place) for place in rows[:left]], num_rows)
+            verdict.problems.add(kind, [_name_output(folder, paths, location) for location in rows[:left]], num_rows)
     return sorted(missing)[:NUM_SHOWN]
 
 
-def _name_output(folder: RunFolder, paths: list[str], place: int) -> str:
-    file, row = split_place(place)
+def _name_output(folder: RunFolder, paths: list[str], location: int) -> str:
+    file, row = split_location(location)
     ids = pq.read_table(paths[file], columns=["id"], filesystem=folder.filesystem, partitioning=None)["id"]
-    return f"{ids[row].as_py()!r} ({describe_place(paths[file], row)})"
+    return f"{ids[row].as_py()!r} ({describe_location(paths[file], row)})"
 
 
 def _name_inputs(plan: InputPlan, config: InputConfig, missing: list[int]) -> list[str]:
     """Ids and positions of input rows; `missing` is sorted."""
     names = []
-    for file in sorted({split_place(place)[0] for place in missing}):
-        wanted, first = [split_place(place)[1] for place in missing if split_place(place)[0] == file], 0
+    for file in sorted({split_location(location)[0] for location in missing}):
+        wanted, first = [split_location(location)[1] for location in missing if split_location(location)[0] == file], 0
         for block in read_file(plan, file, config):
             here = [row for row in wanted if first <= row < first + len(block)]
             name = plan.listing.files[file].name
-            names += [f"{block['id'][row - first].as_py()!r} ({describe_place(name, row)})" for row in here]
+            names += [f"{block['id'][row - first].as_py()!r} ({describe_location(name, row)})" for row in here]
             first += len(block)
             if first > wanted[-1]:
                 break
@@ -224,8 +224,12 @@ def _read_report(folder: RunFolder) -> Mapping[str, Json]:
 def _other_lengths(folder: RunFolder, state: RunState) -> list[str]:
     """Batch files that are not as long as they were written."""
     sizes = {name: folder.filesystem.get_file_info(folder.path(name)).size for name in state.get("answers", {})}
-    said = {name: num_bytes for name, (_, num_bytes) in state.get("answers", {}).items()}
-    return [f"{name}: {sizes[name]} bytes, run.json says {said[name]}" for name in said if sizes[name] != said[name]]
+    recorded = {name: num_bytes for name, (_, num_bytes) in state.get("answers", {}).items()}
+    return [
+        f"{name}: {sizes[name]} bytes, run.json says {recorded[name]}"
+        for name in recorded
+        if sizes[name] != recorded[name]
+    ]
 
 
 def _miscounted_lines(folder: RunFolder, counted: Mapping[str, int], found: FilesFound) -> list[str]:
@@ -238,6 +242,6 @@ def _miscounted_lines(folder: RunFolder, counted: Mapping[str, int], found: File
     return [f"{name}: {own} lines for {count(rows, word)}" for name, own, rows, word in named if own != rows]
 
 
-def _miscounts(where: str, said: Mapping[str, T], is_so: Mapping[str, T]) -> list[str]:
-    wrong = [key for key, value in is_so.items() if said.get(key) != value]
-    return [f"{where} {key} is {said.get(key)!r}, counted {is_so[key]!r}" for key in wrong]
+def _miscounts(where: str, recorded: Mapping[str, T], counted: Mapping[str, T]) -> list[str]:
+    wrong = [key for key, value in counted.items() if recorded.get(key) != value]
+    return [f"{where} {key} is {recorded.get(key)!r}, counted {counted[key]!r}" for key in wrong]

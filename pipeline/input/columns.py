@@ -148,9 +148,9 @@ def unwritable(field: pa.Field, path: str) -> ConfigError:
 
 def cast_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch with plain columns in place of views."""
-    for place, field in enumerate(batch.schema):
+    for at, field in enumerate(batch.schema):
         if (plain := without_views(field.type)) != field.type:
-            batch = batch.set_column(place, field.name, retyped(batch.column(place), plain))
+            batch = batch.set_column(at, field.name, retyped(batch.column(at), plain))
     return batch
 
 

@@ -76,7 +76,7 @@ class Documents:
     """The columns of `plan.ROW_SCHEMA`, and the input's own."""
     num_bytes: Sequence[int]
     """About what each takes in memory."""
-    places: Sequence[str]
+    locations: Sequence[str]
     """How messages name each (file and line); empty where no prompt is rendered."""
     fields: Sequence[Mapping[str, object]]
     """The columns that prompts are rendered from; empty likewise."""
@@ -84,7 +84,7 @@ class Documents:
     """How many answers each asks for itself; empty where none can."""
 
     def __getitem__(self, part: slice) -> "Documents":
-        cut = (self.num_bytes[part], self.places[part], self.fields[part], self.samples[part])
+        cut = (self.num_bytes[part], self.locations[part], self.fields[part], self.samples[part])
         return Documents(self.table[part], *cut)
 
     def counts(self, expansion: Expansion) -> list[int]:
@@ -166,8 +166,8 @@ def _rows(
     counts = part.counts(expansion)
     errors, is_held = _errors(part, counts)
     ends = np.cumsum(counts).tolist()
-    places = zip(ends, counts, strict=True)
-    is_open = [not is_done[end - count : end].all() for end, count in places] if prompter else []
+    ranges = zip(ends, counts, strict=True)
+    is_open = [not is_done[end - count : end].all() for end, count in ranges] if prompter else []
     wanted = [document for document, yes in enumerate(is_open) if yes and not errors[document][0]]
 
     def make(name: str) -> list[Made]:
@@ -187,7 +187,7 @@ def _rows(
                 prompt = (known.get(name) or make(name))[document] if is_held[document] else None
                 code, message = errors[document]
             if isinstance(prompt, Failure):
-                (code, message), prompt = prompt.marked(part.places[document]), None
+                (code, message), prompt = prompt.marked(part.locations[document]), None
             row = ids[document] + end, name, sample, prompt, code, message, is_held[document]
             yield _OutputRow(start + document, *row)
 
@@ -200,7 +200,7 @@ def _errors(part: Documents, counts: Sequence[int]) -> tuple[list[tuple[str, str
         is_held.append(size * count <= MAX_DOCUMENT_BYTES)
         if not is_held[-1] and not codes[document]:
             reason = f"{count} rows of about {size} bytes take more than {MAX_DOCUMENT_BYTES} bytes"
-            message = f"{part.places[document]}: {reason}; ask for fewer samples or templates"
+            message = f"{part.locations[document]}: {reason}; ask for fewer samples or templates"
             errors[document] = BAD_LINE, message
     return errors, is_held
 

@@ -15,12 +15,12 @@ from pipeline.input.ids import (
     ROW_BITS,
     Digests,
     Entries,
+    Locations,
     Mask,
-    Places,
     Rows,
-    describe_place,
+    describe_location,
     hash_origin,
-    split_place,
+    split_location,
 )
 
 NUM_SHOWN = 20  # rows of each kind that a `Match` lists; the rest is counted
@@ -28,29 +28,29 @@ NUM_SHOWN = 20  # rows of each kind that a `Match` lists; the rest is counted
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """What one part says. Rows are given by their `place` (`ids.INPUT_ENTRY`), uint64, sorted."""
+    """What one part says. Rows are given by their `location` (`ids.INPUT_ENTRY`), uint64, sorted."""
 
-    duplicates: Places
+    duplicates: Locations
     """Input rows whose id an earlier row has."""
-    duplicate_of: Places
+    duplicate_of: Locations
     """The first row with that id, for each of them."""
-    done: Places
+    done: Locations
     """Input rows that a data file has."""
     num_inputs: int
     num_outputs: int
-    missing: Places
+    missing: Locations
     """Input rows that no data file has, the first NUM_SHOWN."""
     num_missing: int
-    doubled: Places
+    doubled: Locations
     """Rows of data files whose input row an earlier one has already, the first NUM_SHOWN."""
     num_doubled: int
-    unknown: Places
+    unknown: Locations
     """Rows of data files that belong to no input row, the first NUM_SHOWN."""
     num_unknown: int
 
 
 def match(inputs: Entries, outputs: Entries, names: Sequence[str]) -> Match:
-    """Matches a part; `inputs` are in the order of their places, `names` are those of the input files.
+    """Matches a part; `inputs` are in the order of their locations, `names` are those of the input files.
 
     An output row belongs to the first input row with its id; a `duplicate_id` row to the later one at its origin.
     Peak memory: about 150 bytes per entry.
@@ -64,7 +64,7 @@ def match(inputs: Entries, outputs: Entries, names: Sequence[str]) -> Match:
     owner = first[theirs]
     located = np.flatnonzero(outputs["origin"])
     if len(located):
-        by_origin = {(own[row], _origin(int(inputs["place"][row]), names)): row for row in later}
+        by_origin = {(own[row], _origin(int(inputs["location"][row]), names)): row for row in later}
         owner[located] = [by_origin.get((theirs[row], int(outputs["origin"][row])), -1) for row in located]
     known = owner >= 0
     done, firsts = np.unique(owner[known], return_index=True)
@@ -74,16 +74,16 @@ def match(inputs: Entries, outputs: Entries, names: Sequence[str]) -> Match:
     is_missing[done] = False
     lost, again, strange = (np.flatnonzero(mask) for mask in (is_missing, is_again, ~known))
     return Match(
-        duplicates=inputs["place"][later],
-        duplicate_of=inputs["place"][first[own[later]]],
-        done=inputs["place"][done],
+        duplicates=inputs["location"][later],
+        duplicate_of=inputs["location"][first[own[later]]],
+        done=inputs["location"][done],
         num_inputs=count,
         num_outputs=len(outputs),
-        missing=inputs["place"][lost[:NUM_SHOWN]],
+        missing=inputs["location"][lost[:NUM_SHOWN]],
         num_missing=len(lost),
-        doubled=outputs["place"][again[:NUM_SHOWN]],
+        doubled=outputs["location"][again[:NUM_SHOWN]],
         num_doubled=len(again),
-        unknown=outputs["place"][strange[:NUM_SHOWN]],
+        unknown=outputs["location"][strange[:NUM_SHOWN]],
         num_unknown=len(strange),
     )
 
@@ -94,8 +94,8 @@ def match_alone(outputs: Entries) -> Match:
     keys["digest"], keys["origin"] = outputs["digest"], outputs["origin"]
     again = np.ones(len(outputs), dtype=bool)
     again[np.unique(_encode(keys), return_index=True)[1]] = False
-    places, none = outputs["place"][again], np.empty(0, np.uint64)
-    return Match(none, none, none, 0, len(outputs), none, 0, places[:NUM_SHOWN], len(places), none, 0)
+    locations, none = outputs["location"][again], np.empty(0, np.uint64)
+    return Match(none, none, none, 0, len(outputs), none, 0, locations[:NUM_SHOWN], len(locations), none, 0)
 
 
 def _encode(keys: Digests | Entries) -> Rows:
@@ -106,9 +106,9 @@ def _encode(keys: Digests | Entries) -> Rows:
     return codes
 
 
-def _origin(place: int, names: Sequence[str]) -> int:
-    file, row = split_place(place)
-    return hash_origin(describe_place(names[file], row))
+def _origin(location: int, names: Sequence[str]) -> int:
+    file, row = split_location(location)
+    return hash_origin(describe_location(names[file], row))
 
 
 def split(entries: Entries, num_parts: int) -> list[Entries]:
@@ -133,7 +133,7 @@ class DoneRows:
     def num_rows(self) -> int:
         return int(self.num_rows_per_file.sum())
 
-    def add(self, done: Places) -> None:
+    def add(self, done: Locations) -> None:
         """Marks rows as done, each row at most once in the life of this object."""
         files = (done >> ROW_BITS).astype(np.int64)
         self.num_rows_per_file += np.bincount(files, minlength=len(self.num_rows_per_file))

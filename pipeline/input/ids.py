@@ -20,7 +20,7 @@ Digests: TypeAlias = NDArray[np.bytes_]
 """'S16' [rows]: digests of ids (`digest_id`)."""
 Entries: TypeAlias = NDArray[np.void]
 """[rows] of INPUT_ENTRY or OUTPUT_ENTRY."""
-Places: TypeAlias = NDArray[np.uint64]
+Locations: TypeAlias = NDArray[np.uint64]
 """[rows]: file << 32 | row."""
 Rows: TypeAlias = NDArray[np.int64]
 """Row numbers in one file, from 0, blank lines not counted."""
@@ -29,10 +29,10 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 
 DIGEST: Final = np.dtype("S16")
-INPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8")])
-"""A row of the input. `place`: file << 32 | row (0-based, blank lines not counted)."""
-OUTPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("place", "<u8"), ("origin", "<u8")])
-"""A row of a data file. `origin`: 0, or of a `duplicate_id` row the hash of its place in the input."""
+INPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("location", "<u8")])
+"""A row of the input. `location`: file << 32 | row (0-based, blank lines not counted)."""
+OUTPUT_ENTRY: Final = np.dtype([("digest", DIGEST), ("location", "<u8"), ("origin", "<u8")])
+"""A row of a data file. `origin`: 0, or of a `duplicate_id` row the hash of its location in the input."""
 ROW_BITS: Final = np.uint64(32)
 ID_MODULUS: Final = 2**128
 SUMMED_AT_ONCE: Final = 65536
@@ -70,7 +70,7 @@ def digest_texts(ids: pa.Array) -> bytes:
 def sum_digests(digests: Digests) -> int:
     """The sum of digests as numbers, modulo 2^128: the same in any order, another where one is lost and one doubled."""
     words = np.frombuffer(digests.tobytes(), "<u4").reshape(-1, DIGEST.itemsize // 4)
-    return sum(int(column) << (32 * place) for place, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
+    return sum(int(column) << (32 * word) for word, column in enumerate(words.sum(0, dtype=np.uint64))) % ID_MODULUS
 
 
 def digest_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> Iterator[Digests]:
@@ -102,19 +102,19 @@ def made_id(file: str, number: int) -> str:
     return f"{file}:{number}"  # a number has no colon: no two files can make the same id
 
 
-def places(file: int, first: int, count: int) -> Places:
-    """The field `place` of `count` rows of file number `file`, from row `first` on."""
+def locations(file: int, first: int, count: int) -> Locations:
+    """Locations of `count` rows of file number `file`, from row `first` on."""
     return np.arange(first, first + count, dtype=np.uint64) | (np.uint64(file) << ROW_BITS)
 
 
-def split_place(place: int) -> tuple[int, int]:
-    """The file number and the row of a `place`."""
-    return int(place) >> 32, int(place) & 0xFFFFFFFF
+def split_location(location: int) -> tuple[int, int]:
+    """The file number and the row of a `location`."""
+    return int(location) >> 32, int(location) & 0xFFFFFFFF
 
 
 def input_entries(digests: Digests, file: int) -> Entries:
     entries = np.empty(len(digests), INPUT_ENTRY)
-    entries["digest"], entries["place"] = digests, places(file, 0, len(digests))
+    entries["digest"], entries["location"] = digests, locations(file, 0, len(digests))
     return entries
 
 
@@ -126,7 +126,7 @@ def output_entries(table: pa.Table, file: int, first: int = 0) -> Entries:
     """
     ids = table[ID].to_pylist()
     entries = np.empty(len(ids), OUTPUT_ENTRY)
-    entries["digest"], entries["place"], entries["origin"] = digest_ids(ids), places(file, first, len(ids)), 0
+    entries["digest"], entries["location"], entries["origin"] = digest_ids(ids), locations(file, first, len(ids)), 0
     # by length first: a comparison would import pandas, slower than the whole file
     for row in pc.indices_nonzero(pc.binary_length(table["error_code"])).to_pylist():
         if table["error_code"][row].as_py() != DUPLICATE_ID:
@@ -141,14 +141,14 @@ def already_used(id: str) -> str:
     return f": id {id!r} was already used by "
 
 
-def describe_place(name: str, row: int) -> str:
+def describe_location(name: str, row: int) -> str:
     """How messages name a row, counting from 1."""
     return f"{name} row {row + 1}"
 
 
 @dataclass(frozen=True)
 class RowNames(Sequence[str]):
-    """What `describe_place` says of rows of one file, made when asked for."""
+    """What `describe_location` says of rows of one file, made when asked for."""
 
     file: str
     rows: range
@@ -163,9 +163,9 @@ class RowNames(Sequence[str]):
     def __getitem__(self, part: int | slice) -> "str | RowNames":
         if isinstance(part, slice):
             return RowNames(self.file, self.rows[part])
-        return describe_place(self.file, self.rows[part])
+        return describe_location(self.file, self.rows[part])
 
 
 def hash_origin(described: str) -> int:
-    """The hash of what `describe_place` says; never 0."""
+    """The hash of what `describe_location` says; never 0."""
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "little") or 1

@@ -15,7 +15,7 @@ from pipeline.formatting import count
 from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, merge_parquet_leaf, merge_types
 from pipeline.input.columns import check_chosen_id, check_source
 from pipeline.input.files import Listing
-from pipeline.input.ids import ROW_BITS, Places, Rows
+from pipeline.input.ids import ROW_BITS, Locations, Rows
 from pipeline.input.prompt_templates import check_format, check_templates
 from pipeline.input.scan import FileScan
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
@@ -47,7 +47,7 @@ class InputPlan:
     extra_schema: pa.Schema
     json_columns: frozenset[str]
     duplicates: tuple[Rows, ...]  # per file, sorted
-    duplicate_of: tuple[Places, ...]  # per file: the first row with that id
+    duplicate_of: tuple[Locations, ...]  # per file: the first row with that id
 
     @property
     def num_rows(self) -> int:
@@ -81,8 +81,8 @@ class InputPlan:
         rows = count(self.num_rows, "row")
         return f"{count(self.num_documents, 'document')}, {rows}" if self.has_sources else rows
 
-    def with_duplicates(self, rows: Places, firsts: Places) -> "InputPlan":
-        """The plan with these rows marked as duplicates of `firsts`; both are given by their `place`."""
+    def with_duplicates(self, rows: Locations, firsts: Locations) -> "InputPlan":
+        """The plan with these rows marked as duplicates of `firsts`; both are given by their `location`."""
         order = np.argsort(rows)
         files = (rows[order] >> ROW_BITS).astype(np.int64)
         cuts = np.searchsorted(files, np.arange(1, len(self.num_rows_per_file)))

@@ -25,8 +25,8 @@ def encoded_columns(file: pq.ParquetFile) -> list[int]:
     leaves = [leaf for field in file.schema_arrow for leaf in _leaves(field.type)]
     if len(leaves) != file.metadata.num_columns:  # a type that is unknown here
         return []
-    found = [place for place, leaf in enumerate(leaves) if _has_length(leaf) or _is_view(leaf)]
-    return [place for place in found if any(group.column(place).has_dictionary_page for group in groups)]
+    found = [index for index, leaf in enumerate(leaves) if _has_length(leaf) or _is_view(leaf)]
+    return [index for index in found if any(group.column(index).has_dictionary_page for group in groups)]
 
 
 def _num_leaves(field: pa.Field) -> int:
@@ -52,12 +52,12 @@ def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
         yield type_
 
 
-def row_bytes(metadata: pq.FileMetaData, places: Sequence[int]) -> int:
+def row_bytes(metadata: pq.FileMetaData, indices: Sequence[int]) -> int:
     """About what these columns of a row take, in the row group where they take most; text and bytes of dictionaries
     count once for the group."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return max(
-        (sum(g.column(place).total_uncompressed_size for place in places) // max(g.num_rows, 1) for g in groups),
+        (sum(g.column(index).total_uncompressed_size for index in indices) // max(g.num_rows, 1) for g in groups),
         default=0,
     )
 
@@ -70,15 +70,15 @@ def parquet_batches(
     A batch has at most `most_rows` rows, and about BLOCK_BYTES besides its dictionaries.
     """
     wanted = None if names is None else list(names)
-    places = [
-        place
-        for place, name in enumerate(
+    indices = [
+        index
+        for index, name in enumerate(
             name for field in footer.schema_arrow for name in [field.name] * _num_leaves(field)
         )
         if wanted is None or name in wanted
     ]
-    rows = max(1, min(most_rows, BLOCK_BYTES // max(row_bytes(footer.metadata, places), 1)))
-    encoded = [place for place in encoded_columns(footer) if place in places]
+    rows = max(1, min(most_rows, BLOCK_BYTES // max(row_bytes(footer.metadata, indices), 1)))
+    encoded = [index for index in encoded_columns(footer) if index in indices]
     with pq.ParquetFile(
         source,
         metadata=footer.metadata,
@@ -149,7 +149,7 @@ def decoded_bytes(column: pa.Array) -> Rows:
     if _is_view(type_):
         return _view_lengths(column) + OFFSET_BYTES
     if pa.types.is_struct(type_):  # a null has values too, which a cast decodes
-        children = (column.field(place) for place in range(type_.num_fields))
+        children = (column.field(index) for index in range(type_.num_fields))
         return sum((decoded_bytes(child) for child in children), np.zeros(len(column), dtype=np.int64))
     if pa.types.is_map(type_) or is_list_type(type_):
         values = [column.keys, column.items] if pa.types.is_map(type_) else [column.values]

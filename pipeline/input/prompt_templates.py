@@ -35,9 +35,9 @@ class Failure:
     code: str
     reason: str
 
-    def marked(self, place: str) -> tuple[str, str]:
+    def marked(self, location: str) -> tuple[str, str]:
         """Error code and message of its rows."""
-        return self.code, f"{place}: {self.reason}"
+        return self.code, f"{location}: {self.reason}"
 
 
 Made = str | Failure | None

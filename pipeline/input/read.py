@@ -126,7 +126,7 @@ def _documents(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> Docume
     return Documents(
         pa.Table.from_arrays(arrays, schema=schema),
         num_bytes=[row.num_bytes for row in rows],
-        places=[f"{file.name} {'row' if format == 'csv' else 'line'} {row.number + 1}" for row in rows],
+        locations=[f"{file.name} {'row' if format == 'csv' else 'line'} {row.number + 1}" for row in rows],
         fields=[prompt_fields(row, format) for row in rows],
         samples=[row.samples for row in rows] if format == "openai_batch" else (),
     )
@@ -193,7 +193,7 @@ def _from_batch(
     return Documents(
         pa.Table.from_arrays(columns, schema=plan.document_schema),
         num_bytes=sizes.tolist(),
-        places=RowNames(file.name, range(first, first + count)),
+        locations=RowNames(file.name, range(first, first + count)),
         fields=fields,
         samples=(),
     )
@@ -249,7 +249,7 @@ def _mark_duplicates(block: pa.Table, first: int, plan: InputPlan, index: int) -
     counted = " (counting a row for each template and sample)" if is_expanded else ""
     for row, origin in zip(rows[low:high], plan.duplicate_of[index][low:high], strict=True):
         at = int(row) - first
-        here = describe_place(plan.listing.files[index].name, int(row))
+        here = describe_location(plan.listing.files[index].name, int(row))
         used = f"{here}{already_used(block[ID][at].as_py())}{_describe_row(plan, int(origin))}{counted}"
         codes[at], messages[at] = DUPLICATE_ID, f"{used}; {codes[at]}: {messages[at]}" if codes[at] else used
     for column, values in (("error_code", codes), ("error_message", messages)):
@@ -258,6 +258,6 @@ def _mark_duplicates(block: pa.Table, first: int, plan: InputPlan, index: int) -
     return block
 
 
-def _describe_row(plan: InputPlan, place: int) -> str:
-    file, row = split_place(place)
-    return describe_place(plan.listing.files[file].name, row)
+def _describe_row(plan: InputPlan, location: int) -> str:
+    file, row = split_location(location)
+    return describe_location(plan.listing.files[file].name, row)

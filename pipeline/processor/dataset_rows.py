@@ -106,8 +106,8 @@ def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None
     expansion = Expansion.of(source, config.sampling)
     added = [*(SOURCE_SCHEMA if expansion.is_on else ())]
     schema = pa.schema([*ROW_SCHEMA, *added, *(rows.schema.field(name) for name in kept)])
-    places = [f"row {id!r}" for id in ids]
-    documents = Documents(rows, [rows.nbytes // max(count, 1)] * count, places, fields, ())
+    locations = [f"row {id!r}" for id in ids]
+    documents = Documents(rows, [rows.nbytes // max(count, 1)] * count, locations, fields, ())
     yield from expand(documents, expansion, schema, prompter, None, MADE_ROWS)
 
 

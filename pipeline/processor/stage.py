@@ -28,7 +28,7 @@ class SilentMethod:
 
 
 class SilentCollector:
-    """In place of `report.collector.MetricsCollector`: there is no report."""
+    """Stands in for `report.collector.MetricsCollector`, since there is no report."""
 
     worker_started = window_done = counts = flush = SilentMethod()
 

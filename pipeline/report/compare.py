@@ -116,8 +116,8 @@ def _bars(runs: Sequence[ComparedRun]) -> str:
 
     def draw(axes: "Axes", is_narrow: bool) -> None:
         axes.barh(range(len(runs)), rates, color=C1, height=0.55)
-        for place, rate in enumerate(rates):
-            axes.annotate(f"{rate:,.0f}", (rate, place), (6, 0), textcoords="offset points", va="center", color=FG)
+        for row, rate in enumerate(rates):
+            axes.annotate(f"{rate:,.0f}", (rate, row), (6, 0), textcoords="offset points", va="center", color=FG)
         length = 14 if is_narrow else 40
         axes.set_yticks(range(len(runs)), [run.name[-length:] for run in runs], color=MUTED)
         axes.set(xlim=(0, max(rates) * 1.2 or 1), ylim=(len(runs) - 0.5, -0.5))

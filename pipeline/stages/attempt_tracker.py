@@ -1,4 +1,4 @@
-"""The attempt tracker: which rows each worker has in hand, which rows were in hand when one died, what ends the run.
+"""The attempt tracker: which rows each worker decodes, which it was decoding when it died, and what ends the run.
 
 A worker says which rows it takes before it decodes them. When it dies and its successor asks for the same rows, the
 tracker gives them back in halves that are decoded separately, so that every death halves the number of suspects. The
@@ -114,12 +114,12 @@ class AttemptTracker:
         self._allowed_failures = allowed_failures
         self._node_is_gone = node_is_gone
         self._workers: dict[str, Worker] = {}
-        self._parts: dict[str, tuple[str, ...]] = {}  # of each suspect, the rows to try it with
-        self._deaths: dict[str, list[Death]] = {}  # of each suspect, those that it was alone in
-        self._in_company: dict[str, int] = {}  # of each suspect, how many others there were
-        self._answers: dict[str, Answer] = {}  # of rows in windows that hold a suspect
-        self._failed: dict[str, int] = {}  # failed rows by window: a repeated window counts once
-        self._num_failed = failed  # these, and those of earlier sessions
+        self._parts: dict[str, tuple[str, ...]] = {}  # suspect -> the rows to try it with
+        self._deaths: dict[str, list[Death]] = {}  # suspect -> deaths while it was decoded alone
+        self._in_company: dict[str, int] = {}  # suspect -> the number of deaths while it was decoded with others
+        self._answers: dict[str, Answer] = {}  # answers of rows in windows that contain a suspect
+        self._failed: dict[str, int] = {}  # window -> failed rows: a repeated window counts once
+        self._num_failed = failed  # including those of earlier sessions
         self._verdict: RunVerdict | None = None
 
     def worker_starting(self, name: str, process: WorkerProcess) -> str | None:
@@ -196,7 +196,7 @@ class AttemptTracker:
         return self._verdict
 
     def describe(self) -> list[str]:
-        """One line per worker: where it is and what it does since when."""
+        """One line per worker: where it runs, and what it has been doing for how long."""
         lines = []
         for name, worker in sorted(self._workers.items()):
             doing = worker.state + (f" {len(worker.part)} rows (first id {worker.part[0]!r})" if worker.part else "")
@@ -208,7 +208,7 @@ class AttemptTracker:
         return lines
 
     def _died(self, name: str, worker: Worker) -> None:
-        """Notes that a worker's process is gone, and which rows become suspects by it."""
+        """Records that a worker's process is gone, and which rows become suspects for that."""
         if self._node_is_gone(worker.process.node_id):
             return
         worker.deaths_in_a_row += 1

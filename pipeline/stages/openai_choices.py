@@ -1,8 +1,8 @@
 """The parts of an OpenAI batch answer other than its text: log-probabilities, and the prompt again (`echo`).
 
-A line's wishes are in its own sampling parameters (`schema.SAMPLING`). The worker puts the scores beside them, and the
-task that finishes rows makes of both what the endpoint would send as text and `logprobs`. The answer files take it as
-it is (`pipeline.generate.openai_batch`).
+What a line requests is in its own sampling parameters (`schema.SAMPLING`). The worker adds the scores to them, and the
+task that finishes rows turns both into the text and `logprobs` that the endpoint would send. The answer files contain
+them unchanged (`pipeline.generate.openai_batch`).
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ECHO: Final = "echo"
 SCORES: Final = "scores"
 NOT_SAMPLING: Final = (ECHO, SCORES)
-"""Keys of a row's own parameters that are none of `skipdecode.config.sampling.Sampling`."""
+"""Keys of a row's own parameters that are not fields of `skipdecode.config.sampling.Sampling`."""
 
 
 class ChoicePart(TypedDict):
@@ -44,7 +44,7 @@ def _scored(listed: Sequence[tuple[float, Sequence[tuple[int, float]]]]) -> list
 
 
 def choice_of(own: str, prompt: Sequence[int], tokens: Sequence[int], text: str, decode: Decode) -> str:
-    """JSON of a `ChoicePart`; `own`: with the scores, `prompt`, `tokens`: of the prompt and the answer, `text`: its."""
+    """The JSON of a `ChoicePart`. `own`: the row's parameters with scores; `tokens` and `text`: the answer."""
     asked = json.loads(own)
     new, old = asked[SCORES]
     front = decode(prompt) if asked.get(ECHO) else ""

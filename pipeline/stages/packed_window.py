@@ -1,7 +1,7 @@
 """A decoded window as a single row on its way to the writer, so that Ray does not split it.
 
-Ray splits the output of a stage by bytes. A window that is decoded again, with answers of other lengths, would be split
-elsewhere, and rows of a part that is already written would be lost or written twice. No torch here.
+Ray splits the output of a stage by bytes. If a window is decoded again and its answers have other lengths, it would be
+split at other rows, so rows of a part that is already written would be lost or written twice. No torch here.
 """
 
 import numpy as np

@@ -32,7 +32,7 @@ Encode: TypeAlias = Callable[[Sequence[str]], list[list[int]]]
 
 
 def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
-    """The run's sampling with what the row itself asks for (JSON object, keys of `Sampling`)."""
+    """The run's sampling, overridden by the row's own parameters (a JSON object with keys of `Sampling`)."""
     if overrides is None:
         return base
     own = json.loads(overrides)
@@ -50,14 +50,14 @@ class TokenizeConfig:
     sampling: Sampling
     too_long: str
     chat: bool = False
-    """Whether the chat template has made the prompts, which bring their special tokens then."""
+    """Whether prompts were rendered by a chat template, and so contain their special tokens."""
     chat_url: str | None = None
-    """Rows whose column `url` says this are such prompts; None: none of them."""
+    """The value of the column `url` in rows that were rendered by a chat template; None if `chat` tells for all."""
     has_choices: bool = False
-    """Some rows ask for more than text (`schema.CHOICE`)."""
+    """Whether some rows ask for more than text (`schema.CHOICE`)."""
 
     def is_rendered(self, table: pa.Table) -> list[bool]:
-        """Per row: whether its prompt brings its special tokens."""
+        """For each row, whether its prompt contains its special tokens already."""
         if self.chat_url is None:
             return [self.chat] * table.num_rows
         return [url == self.chat_url for url in table["url"].to_pylist()]
@@ -117,14 +117,14 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
 
 
 def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
-    """The part of `text` that can fit into the model. Tokens take a hundred times the memory of their text, and a whole
-    file as a prompt must not exhaust it."""
+    """The part of `text` that can fit into the model. Tokens take a hundred times the memory of their text, so a prompt
+    that is a whole file could exhaust it."""
     limit = 2 * max_token_chars * config.model.max_position_embeddings
     return text[-limit:] if config.too_long == "truncate_left" else text[:limit]
 
 
 def encode_each(tokenizer: Tokenizer, texts: list[str], is_rendered: list[bool]) -> list[list[int] | str]:
-    """Tokens of each text, or why it has none. `is_rendered`: by a chat template, which brings its special tokens."""
+    """The tokens of each text, or the error message. `is_rendered`: by a chat template, with its special tokens."""
     made: list[list[int] | str] = [[]] * len(texts)
     for encode, wanted in ((tokenizer.encode, False), (tokenizer.encode_rendered, True)):
         rows = [row for row, rendered in enumerate(is_rendered) if rendered == wanted]
@@ -134,7 +134,7 @@ def encode_each(tokenizer: Tokenizer, texts: list[str], is_rendered: list[bool])
 
 
 def _encode_all(encode: Encode, texts: list[str]) -> list[list[int] | str]:
-    """All at once; one by one when that fails."""
+    """Encodes all texts at once, or one by one if that fails."""
     try:
         return list(encode(texts)) if texts else []
     except Exception as error:
@@ -150,10 +150,10 @@ def describe(error: Exception) -> str:
 def fit_prompt(
     ids: list[int], front: Sequence[int], max_new_tokens: int, config: TokenizeConfig, *, is_cut: bool, is_chat: bool
 ) -> tuple[list[int], tuple[str, str] | None]:
-    """The tokens, cut if the run says so; and the error code and message where they cannot be decoded.
+    """The tokens, truncated if the run says so, and the error code and message if they cannot be decoded.
 
-    `front`: what the tokenizer puts before every prompt. `is_cut`: by `cut_text`. A chat ends in what asks for the
-    answer, so its right side is never cut.
+    `front`: the tokens that the tokenizer puts before every prompt. `is_cut`: the text was cut by `cut_text`. A chat
+    ends with the prompt for its answer, so it is never truncated on the right.
     """
     if not ids:
         return ids, (PROMPT_MISSING, "the prompt has no tokens, and this model has none that begins a text")

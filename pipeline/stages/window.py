@@ -32,9 +32,9 @@ class Window:
 
     table: pa.Table
     name: str
-    """Stays the same when Ray repeats the window."""
+    """Unchanged when Ray repeats the window."""
     rows: list[int]
-    """Indices in the table of the rows that can be decoded; the others have failed before."""
+    """Indices in the table of the rows that can be decoded; the others failed in an earlier stage."""
     requests: list[Request]
     """One for each of `rows`."""
     sampling: Sampling
@@ -42,7 +42,7 @@ class Window:
 
     @classmethod
     def of(cls, table: pa.Table, sampling: Sampling) -> "Window":
-        """`table`: as `tokenize` leaves it; `sampling`: of the run, which a row may override."""
+        """The window of a table that `tokenize` returned."""
         ids, tokens, own = (table[name].to_pylist() for name in (ID, PROMPT_TOKENS, SAMPLING))
         codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
         rows = [row for row, code in enumerate(codes) if not code]
@@ -56,7 +56,7 @@ class Window:
 
     @property
     def num_failed(self) -> int:
-        """Rows that have failed before."""
+        """Rows that failed in an earlier stage."""
         return int(self.table.num_rows) - len(self.rows)
 
     def with_answers(self, answers: Sequence[Answer]) -> tuple[pa.Table, int]:
@@ -93,7 +93,7 @@ class Window:
 
 
 def make_request(id: str, tokens: list[int], sampling: Sampling) -> Request:
-    """A request for tokens, and for the log-probabilities that `sampling` asks for."""
+    """A request with the log-probabilities that `sampling` asks for."""
     return Request(id, tokens, sampling, sampling.logprobs, sampling.prompt_logprobs)
 
 
@@ -112,7 +112,7 @@ def _top(scored: Sequence[TokenLogprobs]) -> list[list[dict[str, float]]]:
 
 
 def _prompt(values: Sequence[object]) -> list[object]:
-    """With null for the first token, before which there is nothing."""
+    """The values, after a null for the first token, which has no log-probability."""
     return [None, *values]
 
 

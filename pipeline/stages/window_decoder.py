@@ -52,14 +52,14 @@ class WindowDecoder:
         self.worker, self.model = worker, model
         self.attempts, self.collector, self.steal_queue = attempts, collector, steal_queue
         self.num_windows = 0
-        """Windows of its own that this worker has begun."""
+        """The number of windows that this worker has begun, stolen parts excluded."""
         self.lock = threading.Lock()
         """Held while a window, or a stolen part, is decoded."""
         if steal_queue is not None:
             steal_queue.worker_started.remote(worker)
 
     def begin_window(self, num_failed: int) -> None:
-        """A window of this worker's own begins; `num_failed` of its rows have failed before they came here."""
+        """A window of this worker begins; `num_failed` of its rows failed in an earlier stage."""
         self.num_windows += 1
         if self.steal_queue is not None:
             self.steal_queue.window_begun.remote(self.worker)

@@ -1,10 +1,10 @@
 """Work stealing at the end of a run: idle workers take parts of the windows that others still decode.
 
-A worker takes a window of rows at a time, and the last windows of a run end one after the other, so that workers that
-are done early would idle. A worker that has been idle for IDLE_AFTER_S asks the queue for work. An owner of a window
-looks between two batches whether anyone is idle. If so, it shares the batches that it has not begun, takes them back
-one by one as it goes on, and collects the answers of those that were stolen. The rows stay rows of its window, and only
-the owner hands them on, so that each comes out once.
+A worker takes a window of rows at a time, and the last windows of a run end one after the other, so workers that finish
+early would idle. A worker that has been idle for IDLE_AFTER_S asks the queue for work. Between two batches, the owner
+of a window checks whether any worker is idle. If so, it shares the batches that it has not begun, takes them back one
+by one as it goes on, and collects the answers of those that were stolen. The rows still belong to its window, and only
+the owner passes them on, so that each is emitted once.
 
 Plain Python; `start_steal_queue` makes it an actor on the driver's node. The result does not depend on it: the owner
 decodes what a thief does not bring, because it died or was released, or because the queue was lost.
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # this process needs no torch
     from actors.generator import Answer
     from skipdecode.engine.request import Request
 
-IDLE_AFTER_S = 0.3  # without a row, before a worker counts as idle: between two windows there is always a moment
-FIRST_WINDOW_S = 5.0  # the same before a worker's first window: at the start of a run those come one by one
-FORGOTTEN_AFTER_S = 3.0  # a worker that has not asked for so long is busy again, or gone
+IDLE_AFTER_S = 0.3  # without rows, before a worker counts as idle: there is always a gap between two windows
+FIRST_WINDOW_S = 5.0  # the limit before a worker's first window: at the start of a run these arrive one by one
+FORGOTTEN_AFTER_S = 3.0  # a worker that has not asked for this long is busy again, or gone
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StolenPart:
 
 @dataclass(frozen=True)
 class CollectedAnswers:
-    """Answers of thieves since the owner asked last."""
+    """Answers that thieves have brought since the last `collect`."""
 
     answers: "dict[str, Answer]"
     num_stolen: int
@@ -54,7 +54,7 @@ class SharedWindow:
     owner: str
     parts: "Sequence[Sequence[Request]]"
     next: int = 0
-    """The first part that nobody has begun."""
+    """The first part that has not been begun."""
     stolen: dict[int, str] = field(default_factory=dict)
     """Part -> the worker that decodes it."""
     answers: "dict[str, Answer]" = field(default_factory=dict)
@@ -68,13 +68,13 @@ class StealQueue:
         self._has_begun: set[str] = set()  # workers that have had a window
 
     def worker_started(self, worker: str) -> None:
-        """A worker's process is new: what its predecessor shared or stole is lost."""
+        """A worker's process has (re)started: what its predecessor shared or stole is lost."""
         self._shared = {key: window for key, window in self._shared.items() if window.owner != worker}
         for window in self._shared.values():
             window.stolen = {part: thief for part, thief in window.stolen.items() if thief != worker}
 
     def window_begun(self, worker: str) -> None:
-        """A worker has a window of its own."""
+        """A worker has received a window, and is not idle any more."""
         self._waiting.pop(worker, None)
         self._has_begun.add(worker)
 
@@ -125,7 +125,7 @@ class StealQueue:
         return found
 
     def close(self, key: str) -> "dict[str, Answer]":
-        """Ends the sharing of a window; gives the answers that came since they were last collected."""
+        """Ends the sharing of a window; returns the answers that came since the last `collect`."""
         return self._shared.pop(key).answers
 
     def _next_part(self, window: SharedWindow) -> int | None:

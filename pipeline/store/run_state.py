@@ -131,12 +131,12 @@ class RunState(TypedDict):
     """`report.json`, once the run is finished."""
 
 
-def check_version(state: Mapping[str, object], place: str) -> None:
-    """ConfigError where a version before 1.0, which did not say its version, wrote this state of the folder `place`."""
+def check_version(state: Mapping[str, object], shown: str) -> None:
+    """ConfigError where a version before 1.0, which did not say its version, wrote this state of the folder `shown`."""
     if "version" not in state:
         raise ConfigError(
             "",
-            f"{place}: made by a version before 1.0, which this version cannot continue; start a new output folder",
+            f"{shown}: made by a version before 1.0, which this version cannot continue; start a new output folder",
         )
 
 

@@ -192,7 +192,7 @@ class TrainingFolder:
             file.write(json.dumps(record) + "\n")
 
 
-def check_apart(folder: TrainingFolder, others: Iterable[tuple[str, str]]) -> None:
+def check_no_overlap(folder: TrainingFolder, others: Iterable[tuple[str, str]]) -> None:
     """ConfigError when one of `others` (key, path) lies in the output, which --overwrite deletes, or is a folder of
     data around it, which would be read with everything in it."""
     root = folder.root.resolve()

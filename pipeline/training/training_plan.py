@@ -151,7 +151,7 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState
     folder = TrainingFolder.open(config.output.path)
     others = [(f"data.{name}", path) for name in ("path", "validation") for path in getattr(config.data, name)]
     models = [(f"model.{name}", getattr(config.model, name)) for name in ("source", "adapter", "teacher")]
-    check_apart(folder, others + [(key, path) for key, path in models if path is not None])
+    check_no_overlap(folder, others + [(key, path) for key, path in models if path is not None])
     existing = next(path for path in (folder.root, *folder.root.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(

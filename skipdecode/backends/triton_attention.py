@@ -104,9 +104,9 @@ def attended(
     the sum of weights [M] and the weighted values [M, K]. With HAS_UNTIL a query sees columns up to `until` [M]."""
     columns = at + tl.arange(0, BLOCK)
     sees = columns < stored
-    place, mask = columns[:, None] * K + d[None, :], sees[:, None] & (d < K)[None, :]
-    k = tl.load(keys + place, mask=mask, other=0.0)  # [BLOCK, K]
-    v = tl.load(values + place, mask=mask, other=0.0)
+    offsets, mask = columns[:, None] * K + d[None, :], sees[:, None] & (d < K)[None, :]
+    k = tl.load(keys + offsets, mask=mask, other=0.0)  # [BLOCK, K]
+    v = tl.load(values + offsets, mask=mask, other=0.0)
     if M == 1:
         score = tl.sum(k.to(tl.float32) * q, 1)[None, :]
     elif IN_FLOAT32:
@@ -137,15 +137,15 @@ def attended(
 
 @triton.jit
 def sum_of_parts(
-    PARTS, SUMS, slot, live, m, d, mask,
+    PARTS, SUMS, begin, live, m, d, mask,
     GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Attention [M, K] to all columns of a row, combined from its parts' results from `slot` on, in order."""
+    """Attention [M, K] to all columns of a row, combined from its parts' results from `begin` on, in order."""
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     made = tl.zeros([M, KP], tl.float32)
     for other in range(live):
-        row = (slot + other) * GROUP + m
+        row = (begin + other) * GROUP + m
         its_best = tl.load(SUMS + row * 2, mask=m < GROUP, other=0.0, cache_modifier=".cg")
         its_total = tl.load(SUMS + row * 2 + 1, mask=m < GROUP, other=1.0, cache_modifier=".cg")
         its = tl.load(PARTS + row[:, None] * K + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
@@ -158,15 +158,13 @@ def sum_of_parts(
 
 
 # A batch may begin anywhere in FIRST and LAST; specialised on their alignment, the kernel would be compiled twice.
-@triton.jit(
-    do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "PLACES"]
-)
+@triton.jit(do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS"])
 def attend_kernel(
-    Q, NEW_K, NEW_V, KEYS, VALUES, WHERE, FIRST, LAST, PLACES, OUT, ROTATIONS, Q_NORM, K_NORM, PARTS, SUMS, ARRIVED,
+    Q, NEW_K, NEW_V, KEYS, VALUES, WHERE, FIRST, LAST, SLOTS, OUT, ROTATIONS, Q_NORM, K_NORM, PARTS, SUMS, ARRIVED,
     q_row, k_row, v_row, memory_row, memory_head, last_step, num_positions, scale, epsilon,
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_PLACES: tl.constexpr,
+    HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One KV head of a row, or a part of its columns, for all queries that share it.
@@ -178,8 +176,8 @@ def attend_kernel(
     first, last = tl.load(FIRST + b), tl.load(LAST + b * last_step)
     live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)
     if part < live:
-        place = tl.load(PLACES + b) if HAS_PLACES else b
-        keys, values = memory_of(KEYS, VALUES, WHERE, place, g, memory_row, memory_head, HAS_TABLE)
+        row_slot = tl.load(SLOTS + b) if HAS_SLOTS else b
+        keys, values = memory_of(KEYS, VALUES, WHERE, row_slot, g, memory_row, memory_head, HAS_TABLE)
         d, m = tl.arange(0, KP), tl.arange(0, M)
         position = tl.minimum(last - first, num_positions - 1)
         q_mask = (m[:, None] < GROUP) & (d < K)[None, :]
@@ -203,21 +201,21 @@ def attend_kernel(
         if SPLITS == 1:
             tl.store(out, (made / total[:, None]).to(OUT.dtype.element_ty), mask=q_mask)
         else:
-            slot = (b * G + g) * SPLITS
-            row = (slot + part) * GROUP + m
+            begin = (b * G + g) * SPLITS
+            row = (begin + part) * GROUP + m
             tl.store(PARTS + row[:, None] * K + d[None, :], made, mask=q_mask)
             tl.store(SUMS + row * 2, best, mask=m < GROUP)
             tl.store(SUMS + row * 2 + 1, total, mask=m < GROUP)
             tl.debug_barrier()  # all of this part is written before it counts as arrived
             if tl.atomic_add(ARRIVED + b * G + g, 1, sem="acq_rel") == live - 1:
                 tl.store(ARRIVED + b * G + g, 0)  # for the next call
-                whole = sum_of_parts(PARTS, SUMS, slot, live, m, d, q_mask, GROUP, M, K, KP)
+                whole = sum_of_parts(PARTS, SUMS, begin, live, m, d, q_mask, GROUP, M, K, KP)
                 tl.store(out, whole.to(OUT.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "PLACES"])
+@triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS"])
 def store_kernel(
-    Q, NEW_K, NEW_V, KEYS, VALUES, PLACES, FIRST, LAST, READY, ROTATIONS, Q_NORM, K_NORM,
+    Q, NEW_K, NEW_V, KEYS, VALUES, SLOTS, FIRST, LAST, READY, ROTATIONS, Q_NORM, K_NORM,
     q_row, k_row, v_row, memory_row, memory_head, num_positions, epsilon,
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
     HAS_NEW: tl.constexpr, HAS_Q: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
@@ -236,7 +234,7 @@ def store_kernel(
         out = READY + n * (G * GROUP * K) + g * GROUP * K + m[:, None] * K + d[None, :]
         tl.store(out, q.to(READY.dtype.element_ty), mask=mask)
     if HAS_NEW:
-        keys, values = memory_of(KEYS, VALUES, None, tl.load(PLACES + n), g, memory_row, memory_head, False)
+        keys, values = memory_of(KEYS, VALUES, None, tl.load(SLOTS + n), g, memory_row, memory_head, False)
         rows = n * k_row + g * K + one[:, None]
         new = ready(NEW_K, rows, d, is_in[None, :], position, K_NORM, ROTATIONS, epsilon, K, HALF, HAS_K_NORM)
         tl.store(keys + last * K + d[None, :], new.to(keys.dtype.element_ty), mask=is_in[None, :])
@@ -244,9 +242,9 @@ def store_kernel(
         tl.store(values + last * K + d, new_v, mask=is_in)
 
 
-@triton.jit(do_not_specialize_on_alignment=["FIRST", "LAST", "PLACES", "SLOTS", "COUNTS"])
+@triton.jit(do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS", "QUERY_INDEX", "COUNTS"])
 def attend_several_kernel(
-    Q, SLOTS, COUNTS, KEYS, VALUES, PLACES, FIRST, LAST, OUT, PARTS, SUMS, ARRIVED,
+    Q, QUERY_INDEX, COUNTS, KEYS, VALUES, SLOTS, FIRST, LAST, OUT, PARTS, SUMS, ARRIVED,
     q_row, memory_row, memory_head, scale,
     G: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, IN_FLOAT32: tl.constexpr,
@@ -254,18 +252,18 @@ def attend_several_kernel(
     """One KV head, or a part of its columns, for T tokens of a slot, the first of which is the program's. Programs of
     the other tokens do nothing, since only the device knows which tokens share a slot."""
     g, n, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    slot = tl.load(SLOTS + n)
-    if slot % T == 0:
+    index = tl.load(QUERY_INDEX + n)
+    if index % T == 0:
         d, m = tl.arange(0, KP), tl.arange(0, M)
         token, member = m // GROUP, m % GROUP
-        is_one = token < tl.minimum(tl.load(COUNTS + n) - slot, T)
+        is_one = token < tl.minimum(tl.load(COUNTS + n) - index, T)
         first = tl.load(FIRST + n)
         until = tl.load(LAST + n + token, mask=is_one, other=0)  # of each query; missing ones see the first column
         until = tl.maximum(until, first)
         last = tl.max(until, 0)
         live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)
         if part < live:
-            keys, values = memory_of(KEYS, VALUES, None, tl.load(PLACES + n), g, memory_row, memory_head, False)
+            keys, values = memory_of(KEYS, VALUES, None, tl.load(SLOTS + n), g, memory_row, memory_head, False)
             mask = is_one[:, None] & (d < K)[None, :]
             of_query = g * GROUP * K + member * K
             rows = (n + token) * q_row + of_query

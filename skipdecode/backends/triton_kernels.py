@@ -81,7 +81,7 @@ class TritonKernels:
             columns.last.stride(0), 1 if table is None else len(table), K**-0.5, heads.epsilon,
             G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
             BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new, HAS_TABLE=where is not None,
-            HAS_PLACES=slots is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
+            HAS_SLOTS=slots is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
             IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
         return out

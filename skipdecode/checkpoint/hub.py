@@ -66,10 +66,10 @@ def pin_path(hub: "HfFileSystem", path: str) -> str:
     """A path in the hub's file system (`datasets/name/corpus@branch/data`) with its current commit as the revision."""
     from huggingface_hub import HfApi, constants
 
-    place = hub.resolve_path(path)
-    name, kind, revision = (getattr(place, key, None) for key in ("repo_id", "repo_type", "revision"))
+    path_info = hub.resolve_path(path)
+    name, kind, revision = (getattr(path_info, key, None) for key in ("repo_id", "repo_type", "revision"))
     if name is None:  # a bucket, which has no commits
         return path
     found = HfApi(hub.endpoint, hub.token).repo_info(name, revision=revision, repo_type=kind)
     prefix = constants.REPO_TYPES_URL_PREFIXES.get(kind or "", "")
-    return f"{prefix}{name}@{found.sha}/{place.path}".rstrip("/")
+    return f"{prefix}{name}@{found.sha}/{path_info.path}".rstrip("/")

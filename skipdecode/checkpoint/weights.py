@@ -66,9 +66,9 @@ def load_model(
     with torch.device("meta"):
         model = Decoder(config)
     lora = None if adapter is None else adapter_of(adapter, model)
-    model.placement = place = deal(config.num_hidden_layers, devices) if len(devices) > 1 else None
+    model.placement = placement = deal(config.num_hidden_layers, devices) if len(devices) > 1 else None
     state = {
-        name: torch.empty(p.shape, dtype=dtype, device=device if place is None else place.of_weight(name))
+        name: torch.empty(p.shape, dtype=dtype, device=device if placement is None else placement.of_weight(name))
         for name, p in model.named_parameters()
     }
     missing = expected_tensors(model)

@@ -20,7 +20,7 @@ import ray
 from moto.server import ThreadedMotoServer
 
 from jobs import generate, retry, verify
-from pipeline.export.target import open_place
+from pipeline.export.target import open_destination
 from pipeline.schema import STATUS
 from pipeline.store.lease import Lease
 from pipeline.store.row_writer import RunSink, write_whole
@@ -229,7 +229,7 @@ def write_data(folder: RunFolder) -> None:
 
 
 def write_export(folder: RunFolder) -> None:
-    with open_place(folder) as place, place.file("export/part-0") as file:
+    with open_destination(folder) as destination, destination.file("export/part-0") as file:
         file.write(b"all of it")
 
 

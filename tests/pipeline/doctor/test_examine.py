@@ -55,9 +55,9 @@ def test_shared_memory_that_is_smaller_than_rays_store(monkeypatch: pytest.Monke
     assert object_store_bytes() == GIB
     monkeypatch.setattr("os.path.isdir", lambda path: True)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=GIB))
-    assert wrong_places() == []
+    assert check_shared_memory() == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=GIB // 2))
-    (problem,) = wrong_places()
+    (problem,) = check_shared_memory()
     assert "/dev/shm holds 0.5 GiB, and Ray's object store wants 1.0" in problem
     assert "--shm-size" in problem
 

@@ -164,18 +164,18 @@ def test_a_run_says_what_it_expects_once_and_from_its_first_rows(monkeypatch: py
         f"corpus: 25,600 rows, about {round(25_600 * mean):,} prompt tokens and at most 512,000 new ones (from 64 rows)"
     ]
     now[0] = 110.0
-    estimate.hear(pace(rows=255))  # less than a hundredth of the rows
+    estimate.update(pace(rows=255))  # less than a hundredth of the rows
     assert estimate.found is None
     assert not estimate.is_ready(255)
     assert not estimate.is_ready(25_600), "at the end there is nothing to expect"
-    estimate.hear(pace())
+    estimate.update(pace())
     rest_s = (25_600 - 256) * (8.0 + 0.1 * 4 * 6.0 / 2) / 256 / 2
     assert estimate.found == {
         "rows": 25_600, "seen_rows": 256, "input_tokens": round(25_600 * mean), "output_tokens": 512_000,
         "duration_s": pytest.approx(10 + rest_s), "cost": pytest.approx((10 + rest_s) / 1000),
     }  # fmt: skip
     assert said[1].startswith("expected: 7 min 45 s (0.13 h, costs 0.47) and about 512,000 new tokens")
-    estimate.hear(pace(rows=2000))
+    estimate.update(pace(rows=2000))
     assert len(said) == 2
 
 

@@ -15,7 +15,7 @@ from pipeline.input.expansion import Expansion
 from pipeline.input.ids import (
     ID_MODULUS,
     already_used,
-    describe_place,
+    describe_location,
     digest_id,
     digest_ids,
     sum_digests,
@@ -35,8 +35,8 @@ def rows(*ids: str, code: str = "", message: str = "") -> pa.Table:
     return pa.table(columns, schema=pa.schema([(name, pa.string()) for name in columns]))
 
 
-def duplicate(id: str, place: str) -> pa.Table:
-    return rows(id, code="duplicate_id", message=f"{place}{already_used(id)}in row 1; bad_line: x")
+def duplicate(id: str, location: str) -> pa.Table:
+    return rows(id, code="duplicate_id", message=f"{location}{already_used(id)}in row 1; bad_line: x")
 
 
 @given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"])), max_size=40), st.randoms())
@@ -58,11 +58,11 @@ def test_made_ids_are_summed_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert sum_made_ids(plan.listing.files[0].name, 10, Expansion(samples=4).all_ids) == wanted
 
 
-def test_rows_with_one_id_are_told_apart_by_their_places(tmp_path: Path) -> None:
+def test_rows_with_one_id_are_distinguished_by_their_locations(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": "i", "prompt": "x"}\n' * 3)
     plan = make_plan(make_config(tmp_path / "a.jsonl"))
     of_input = 3 * sum_digests(digest_ids(["i"])) + sum_duplicates(plan)
-    second, third = (duplicate("i", describe_place("a.jsonl", row)) for row in (1, 2))
+    second, third = (duplicate("i", describe_location("a.jsonl", row)) for row in (1, 2))
     assert sum(map(sum_outputs, (rows("i"), second, third))) % ID_MODULUS == of_input % ID_MODULUS
     assert sum(map(sum_outputs, (rows("i"), second, second))) % ID_MODULUS != of_input % ID_MODULUS
     assert sum(map(sum_outputs, (rows("i"), rows("i"), third))) % ID_MODULUS != of_input % ID_MODULUS

@@ -11,12 +11,12 @@ from pipeline.input.ids import (
     DIGEST,
     OUTPUT_ENTRY,
     already_used,
-    describe_place,
+    describe_location,
     digest_ids,
     input_entries,
+    locations,
     output_entries,
-    places,
-    split_place,
+    split_location,
 )
 
 NAMES = ["a.jsonl", "b: c.jsonl"]
@@ -30,7 +30,9 @@ def outputs(rows: list[tuple[str, tuple[int, int] | None]]) -> np.ndarray:
     """`(id, None)` or `(id, (file, row))` for a duplicate row of that place."""
     if not rows:
         return np.empty(0, OUTPUT_ENTRY)
-    messages = [place and f"{describe_place(NAMES[place[0]], place[1])}{already_used(id)}x" for id, place in rows]
+    messages = [
+        location and f"{describe_location(NAMES[location[0]], location[1])}{already_used(id)}x" for id, location in rows
+    ]
     columns = {
         "id": [id for id, _ in rows],
         "error_code": ["duplicate_id" if message else "" for message in messages],
@@ -40,7 +42,7 @@ def outputs(rows: list[tuple[str, tuple[int, int] | None]]) -> np.ndarray:
 
 
 def shown(rows: np.ndarray) -> list[tuple[int, int]]:
-    return [split_place(place) for place in rows]
+    return [split_location(location) for location in rows]
 
 
 def test_each_duplicate_is_a_row_of_its_own() -> None:
@@ -63,10 +65,10 @@ def test_matching_in_parts_equals_counting_by_hand(num_parts: int) -> None:
     files = [[f"i{rng.randrange(400)}" for _ in range(300)] for _ in NAMES]
     first: dict[str, tuple[int, int]] = {}
     duplicates = {}
-    for place, id in (((f, r), id) for f, ids in enumerate(files) for r, id in enumerate(ids)):
-        if first.setdefault(id, place) != place:
-            duplicates[place] = id
-    everything = [(id, None) for id in first] + [(id, place) for place, id in duplicates.items()]
+    for location, id in (((f, r), id) for f, ids in enumerate(files) for r, id in enumerate(ids)):
+        if first.setdefault(id, location) != location:
+            duplicates[location] = id
+    everything = [(id, None) for id in first] + [(id, location) for location, id in duplicates.items()]
     kept = [row for row in everything if rng.random() < 0.7]
     written = kept + rng.sample(kept, 30) + [(f"s{i}", None) for i in range(40)]
     rng.shuffle(written)
@@ -75,8 +77,10 @@ def test_matching_in_parts_equals_counting_by_hand(num_parts: int) -> None:
     assert sorted(p for part in parts for p in shown(part.duplicates)) == sorted(duplicates)
     for part in parts:
         pairs = zip(shown(part.duplicates), shown(part.duplicate_of), strict=True)
-        assert all(first[duplicates[place]] == origin for place, origin in pairs)
-    assert sorted(p for part in parts for p in shown(part.done)) == sorted(place or first[id] for id, place in kept)
+        assert all(first[duplicates[location]] == origin for location, origin in pairs)
+    assert sorted(p for part in parts for p in shown(part.done)) == sorted(
+        location or first[id] for id, location in kept
+    )
     assert sum(part.num_missing for part in parts) == len(everything) - len(kept)
     assert sum(part.num_doubled for part in parts) == 30
     assert sum(part.num_unknown for part in parts) == 40
@@ -89,7 +93,7 @@ def test_equal_digests_meet_in_one_part() -> None:
     parts = split(entries, 9)
     assert [len(np.unique(part["digest"])) * 2 for part in parts] == [len(part) for part in parts]
     assert sum(map(len, parts)) == 2000
-    assert all((np.diff(part["place"].astype(np.int64)) > 0).all() for part in parts), "the order of places stays"
+    assert all((np.diff(part["location"].astype(np.int64)) > 0).all() for part in parts), "the order of places stays"
 
 
 def test_done_rows_are_the_bits_that_were_set() -> None:
@@ -110,4 +114,4 @@ def test_done_rows_are_the_bits_that_were_set() -> None:
 
 
 def test_places_of_large_files() -> None:
-    assert split_place(places(70_000, 2**32 - 2, 2)[1]) == (70_000, 2**32 - 1)
+    assert split_location(locations(70_000, 2**32 - 2, 2)[1]) == (70_000, 2**32 - 1)

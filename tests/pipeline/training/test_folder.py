@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.job import ConfigError
-from pipeline.training.folder import TrainingFolder, check_apart
+from pipeline.training.folder import TrainingFolder, check_no_overlap
 
 
 class Stop(BaseException):
@@ -141,10 +141,10 @@ def test_a_file_in_the_way_a_torn_state_and_a_uri(tmp_path: Path, folder: Traini
 
 
 def test_what_is_read_must_not_lie_where_it_is_written(folder: TrainingFolder, tmp_path: Path) -> None:
-    check_apart(folder, [("data.path", str(tmp_path / "pairs.csv")), ("model.source", "s3://x/y")])
+    check_no_overlap(folder, [("data.path", str(tmp_path / "pairs.csv")), ("model.source", "s3://x/y")])
     for path in (folder.root, folder.root / "training/pairs.csv", tmp_path / "other/../model"):
         with pytest.raises(ConfigError, match=r"model.source: .* lies in output.path"):
-            check_apart(folder, [("model.source", str(path))])
-    check_apart(folder, [("model.source", str(tmp_path))])
+            check_no_overlap(folder, [("model.source", str(path))])
+    check_no_overlap(folder, [("model.source", str(tmp_path))])
     with pytest.raises(ConfigError, match=r"output.path: .* lies in data.path"):
-        check_apart(folder, [("data.path", str(tmp_path))])
+        check_no_overlap(folder, [("data.path", str(tmp_path))])
