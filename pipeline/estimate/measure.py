@@ -1,9 +1,9 @@
-"""How a sample decodes on this machine, and from that what the corpus takes: real lengths of answers, and how far the
-device is from what the cost model says of it.
+"""Decodes a sample on this machine to estimate the corpus: real answer lengths, and the ratio of measured to predicted
+time.
 
-The cost model knows how time depends on prompts, layers and rows that are left; its level is measured twice: on the
-sample, and on a batch of the run's size, of made-up tokens, for a few steps. Left out: start-up, and reading and
-writing, which a run does beside decoding.
+The cost model knows how time depends on prompts, layers and running rows. The ratio is measured twice: on the sample,
+and for a few steps on a batch of the run's size with synthetic tokens. Start-up is not included, nor are reading and
+writing, which a run does while it decodes.
 """
 
 import math
@@ -33,7 +33,7 @@ MAX_PROBES: Final = 15
 
 @dataclass(frozen=True)
 class Level:
-    """Measured over predicted seconds, of batches of about so many rows."""
+    """The ratio of measured to predicted seconds, for batches of about `rows` rows."""
 
     rows: float
     prefill: float
@@ -94,9 +94,9 @@ def predicted_s(
     carried: Sequence[int],
     schedule: Schedule | None = None,
 ) -> tuple[float, float]:
-    """(prefill, decode) seconds of a batch with so many rows at each decode step, by the cost model alone.
+    """Predicted (prefill, decode) seconds of a batch with `carried` rows at each decode step.
 
-    `schedule`: None: its own."""
+    `schedule`: None for the batch's own."""
     own = generator.schedule(chosen[0].sampling.max_new_tokens)
     return predict_s(
         generator.model.config,
@@ -114,8 +114,8 @@ def predicted_s(
 
 
 def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Batch, new: Sequence[int]) -> list[int]:
-    """Rows at each decode step of a batch whose answers are that long, as in `BatchStats.batch_rows`, with ended ones
-    that are carried along included."""
+    """Rows at each decode step of a batch with answers of these lengths (`BatchStats.batch_rows`), including ended rows
+    that have not been dropped."""
     longest = max(request.sampling.max_new_tokens for request in chosen)
     if isinstance(generator.schedule(longest), Lossless):
         return carried_rows(new, compact_at=1.0)  # as full depth would have them, had it carried none
@@ -125,7 +125,7 @@ def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Batch, 
 
 
 def at_level(levels: Sequence[Level], rows: float) -> Level:
-    """Between the measured ones by the logarithm of their rows; beyond them the nearest."""
+    """Interpolates between the measured levels by the logarithm of their rows; beyond them takes the nearest."""
     if rows <= levels[0].rows or len(levels) == 1:
         return levels[0]
     if rows >= levels[-1].rows:

@@ -1,7 +1,7 @@
 """A sample of a planned input: rows in a few runs of neighbours, tokenised as a run does it.
 
-Neighbours stay together, since what they share (a document's samples, a template's head) decides what they cost. Left
-out: decoding them (`measure`).
+Neighbours stay together, since their shared prefixes (a document's samples, a template's beginning) affect their cost.
+They are decoded in `measure`.
 """
 
 import time
@@ -35,7 +35,7 @@ class Sample:
     requests: list[Request]
     """Requests of the rows that can be decoded, in order."""
     num_rows: int
-    """All of the sample."""
+    """The number of rows in the sample."""
     problem: str = ""
     """Why the first row that cannot be decoded fails."""
 
@@ -77,7 +77,7 @@ def sample_rows(
 
 
 class _OutOfTime(Exception):
-    """Making prompts took as long as it may."""
+    """The time limit for making prompts has been reached."""
 
 
 class _Making:
@@ -87,7 +87,7 @@ class _Making:
         self._prompter, self._taken_s, self._allowed_s = prompter, 0.0, 0.0
 
     def allow(self, seconds: float) -> None:
-        """In all, since the beginning. What is begun is finished, and the first block is made whatever it takes."""
+        """Raises once the time limit is exceeded, but never within a block or before the first one is done."""
         self._allowed_s = seconds
 
     def make(self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]) -> list[Made]:

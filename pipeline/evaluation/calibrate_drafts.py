@@ -27,7 +27,7 @@ NGRAMS: Decode = {"method": "full"}  # full depth drafts by n-gram matches alone
 
 
 class DraftFigures(TypedDict):
-    """As in `DraftsDocument`."""
+    """The figures of a `DraftsDocument`."""
 
     drafts: Decode
     pays: bool

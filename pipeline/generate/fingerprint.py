@@ -1,7 +1,7 @@
-"""The fingerprint: everything that decides what the rows of a run become, flat, so that a resumed run can be compared.
+"""The fingerprint: a flat record of everything that decides the rows of a run, with which a resumed run is compared.
 
-Two things are not seen: contents changed behind an unchanged path, size and time (on a disk; an object store gives an
-etag too), and in a weight file of more than 4 MiB bytes that no sample meets.
+Two changes go unnoticed: file contents that change while path, size and time stay the same (on a disk; an object store
+has an etag, too), and bytes of weight files above 4 MiB that are in none of the samples.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""OpenAI batch files out: `batch_output.jsonl` and `batch_errors.jsonl`, made from the finished data files.
+"""Writes the OpenAI batch files, `batch_output.jsonl` and `batch_errors.jsonl`, from the finished data files.
 
-They are part of a finished run: `run.json` says how long they are, and a file of another length is made again. A line
-of the input that asked for several answers has a row for each of them, which may lie in several data files. The rows of
-lines that are not complete yet go to temporary files beyond HELD_BYTES.
+They are part of a finished run: `run.json` records their lengths, and a file of another length is written again. An
+input line that asks for several answers has a row for each, possibly in several data files. Rows of incomplete lines
+are moved to temporary files beyond HELD_BYTES.
 """
 
 import json

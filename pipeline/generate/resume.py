@@ -18,7 +18,7 @@ from pipeline.store.run_state import RunState
 
 @dataclass(frozen=True)
 class Work:
-    """Rows to decode, and where they go."""
+    """The rows that are left to decode, and where they are written."""
 
     plan: InputPlan
     """The input, with its duplicates."""
@@ -58,8 +58,8 @@ def find_work(
 def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], log: Log) -> None:
     """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it.
 
-    Only of sessions that `state` knows to be earlier: whoever reads it may have stood still, and another works here
-    since. `check` is asked before each step.
+    Only files of sessions that `state` lists are removed: this process may have been suspended, and another session may
+    be at work by now. `check` is called before each step.
     """
     sessions = [*state["former"], *(session["id"] for session in state["sessions"])]
     is_over = state["state"] == "finished"

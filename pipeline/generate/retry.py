@@ -1,10 +1,10 @@
 """`jobs.retry`: generates the failed rows of a finished run again, and reconciles the rows again.
 
-What is generated is read from the input, not from the failed rows: the fingerprint proves that it is unchanged, and a
-failed row may lack its prompt, its token ids and its own sampling parameters. The rows are written aside and change
-places with the failed ones in one commit (`commit`), so at no moment is a row lost. A row that fails again stays
-failed, with the new reason. Left out: rows whose failure is in the input (no prompt, no text, a broken line, an id for
-the second time): they can only fail again.
+Prompts are read from the input, not from the failed rows: the fingerprint proves that it is unchanged, and a failed row
+may lack its prompt, its token ids and its own sampling parameters. The new rows are written to a separate folder and
+replace the failed ones in one commit (`store.retry_commit`), so no row is ever lost. A row that fails again stays
+failed, with the new reason. Rows that failed because of the input (no prompt, no text, a broken line, a duplicate id)
+are not tried, since they would fail again.
 """
 
 import time
@@ -50,10 +50,10 @@ class RetryResult:
 def retry(path: str, given: Mapping[str, Json], overrides: list[str], log: Log) -> RetryResult:
     """Tries the failed rows of the run in `path` again. `given` overrides the configuration of the run.
 
-    `overrides`: the part of it that was said on the command line, for the record.
+    `overrides`: the part of it from the command line, for the record.
 
-    ConfigError: nothing was changed. Anything else raised: the rows are as they were, or the commit is begun and the
-    next `retry` or `--resume` ends it.
+    Raises ConfigError if nothing was changed. After any other exception the rows are as before, or the commit has begun
+    and the next `retry` or `--resume` completes it.
     """
     folder = RunFolder.open(path)
     state = folder.read_state()

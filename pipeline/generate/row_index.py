@@ -1,8 +1,8 @@
-"""All rows of the input and of the data files by id, on the cluster: what is done, missing, or there twice.
+"""Matches the rows of the input with those of the data files by id, on the cluster: done, missing or duplicate.
 
-Tasks read ids and leave entries (`input.ids`) in the object store, which spills to disk; tasks cut them by digest into
-parts of PART_ROWS; a task matches a part. So no process holds all rows: the driver keeps a bit per row and 16 bytes per
-duplicate. Measured by `benchmarks/resume.py`. Left out: what follows from a match (`run`, `retry`, `verify`).
+Tasks read ids and put entries (`input.ids`) into the object store, which spills to disk; further tasks split them by
+digest into parts of PART_ROWS, and match each part. So no process holds all rows: the driver keeps a bit per row and 16
+bytes per duplicate. `benchmarks/resume.py` measures it. What follows from a match is up to `run`, `retry`, `verify`.
 """
 
 import itertools
@@ -169,7 +169,7 @@ def match_rows(
     for part in range(num_parts):
         own, theirs = ([pieces[part] for pieces in side] for side in cut)
         waiting.append(task.remote(held, len(own), *own, *theirs))
-        if len(waiting) == width:  # results that nobody has taken yet fill the object store
+        if len(waiting) == width:  # pending results fill the object store
             yield ray.get(waiting.pop(0))
     while waiting:
         yield ray.get(waiting.pop(0))

@@ -2,9 +2,10 @@
 
 Row for row: every row of the input is there once, good or failed. An id belongs to the first row that has it; a later
 row with the same id is a failed row of its own (`duplicate_id`), identified by its location. So "every id once" means
-one row that is not a `duplicate_id`, and for each later row exactly one that is. Also checked: that data files are
-whole and have the run's columns, that no row contradicts itself, that nothing lies about that no run wrote, and that
-`run.json` and `report.json` count what is there. Memory: as of `row_index`. Left out: whether the tokens are right.
+one row that is not a `duplicate_id`, and for each later row exactly one that is. It also checks that data files are
+complete and have the run's columns, that no row contradicts itself, that there are no files which no run wrote, and
+that the counts in `run.json` and `report.json` are right. It does not check whether the tokens are right. Memory use is
+that of `row_index`.
 """
 
 import json
@@ -43,7 +44,7 @@ class Verdict:
 
     folder: RunFolder
     rows: dict[str, int] = field(default_factory=dict)
-    """Counted: of the input (where it was read), good, failed."""
+    """Counted rows: of the input (if it was read), good, failed."""
     input: str = "left out"
     """read, changed, unreadable, or left out."""
     problems: Problems = field(default_factory=Problems)
@@ -54,7 +55,7 @@ class Verdict:
 
 
 def verify(path: str, log: Log, inputs: list[str] | None = None, read_input: bool = True) -> Verdict:
-    """Checks the run folder `path`; ConfigError where there is none. `inputs`: where the input lies now."""
+    """Checks the run folder `path`; raises ConfigError if there is none. `inputs`: the present paths of the input."""
     folder = RunFolder.open(path)
     state = folder.read_state()
     if state is None or not {"state", "books", "columns", "input", "config"} <= state.keys():

@@ -1,7 +1,7 @@
 """Checks of a run's data files: each must be whole, have the run's columns, and hold no contradictory row.
 
-Reads every page of a file, once, in batches, so that damage shows (data files carry page checksums). One call looks at
-a group of files and needs nothing else, so that it runs as a task anywhere. Left out: what ids the rows ought to have.
+Every page of a file is read once, in batches, so that damage is found (data files have page checksums). One call checks
+a group of files and needs nothing else, so that it can run as a task anywhere. Ids are compared in `verify`.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,7 +29,7 @@ from pipeline.schema import (
 )
 
 BATCH_ROWS = 4096
-NUM_SHOWN = 20  # problems of each kind that are told; the rest is counted
+NUM_SHOWN = 20  # problems of each kind that are listed; the rest is counted
 NEVER_NULL = tuple(name for name in OUTPUT_SCHEMA.names if name != PROMPT)
 
 

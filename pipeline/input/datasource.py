@@ -52,7 +52,7 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        """One per file that has rows left, whatever `parallelism` says."""
+        """A read task per file that has rows left; `parallelism` is ignored."""
         return [
             ReadTask(
                 _reader(self._plan, self._done, self._prompter, index, self._config),

@@ -1,4 +1,4 @@
-"""Formats: which one the suffix of a file stands for, and the reader of its rows. Everything streams.
+"""File formats: detection by suffix, and the reader of the rows. Everything streams.
 
 Parquet and Arrow are read in record batches instead, by `scan` and `read`.
 """

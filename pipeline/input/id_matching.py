@@ -28,7 +28,7 @@ NUM_SHOWN = 20  # rows of each kind that a `Match` lists; the rest is counted
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """What one part says. Rows are given by their `location` (`ids.INPUT_ENTRY`), uint64, sorted."""
+    """The matches of one part. Rows are given by their `location` (`ids.INPUT_ENTRY`), uint64, sorted."""
 
     duplicates: Locations
     """Input rows whose id an earlier row has."""
@@ -89,7 +89,7 @@ def match(inputs: Entries, outputs: Entries, names: Sequence[str]) -> Match:
 
 
 def match_alone(outputs: Entries) -> Match:
-    """What can be said about rows of data files without the input: which are there twice."""
+    """Matches data files without the input, which finds only duplicates."""
     keys = np.empty(len(outputs), [("digest", DIGEST), ("origin", "<u8")])
     keys["digest"], keys["origin"] = outputs["digest"], outputs["origin"]
     again = np.ones(len(outputs), dtype=bool)

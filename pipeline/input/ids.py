@@ -1,6 +1,6 @@
-"""Ids of rows: those made from file and row number, their digests, and the entries that stand for rows elsewhere.
+"""Ids of rows: ids made from file and row number, digests of ids, and entries that represent rows for matching.
 
-Which ids occur twice and which rows are done is decided in `id_matching`.
+Which ids occur twice and which rows are done is determined in `id_matching`.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ def digest_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Seq
 
 
 def sum_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Sequence[str]]) -> int:
-    """`sum_digests` of what `digest_made_ids` gives."""
+    """`sum_digests` of all digests of `digest_made_ids`."""
     return sum(map(sum_digests, digest_made_ids(file, count, expand))) % ID_MODULUS
 
 
@@ -94,7 +94,7 @@ def sum_outputs(table: pa.Table) -> int:
 
 
 def sum_entries(entries: Entries) -> int:
-    """The same sum for entries of data files."""
+    """`sum_outputs` for entries of data files."""
     return (sum_digests(entries["digest"]) + sum(map(int, entries["origin"][entries["origin"] > 0]))) % ID_MODULUS
 
 
@@ -121,8 +121,8 @@ def input_entries(digests: Digests, file: int) -> Entries:
 def output_entries(table: pa.Table, file: int, first: int = 0) -> Entries:
     """Entries of rows with the columns `id`, `error_code`, `error_message`, from row `first` of data file `file` on.
 
-    A `duplicate_id` row shares its id with the good row. The input row that its message begins with tells them apart;
-    otherwise a run that was killed between the two would take the second for done.
+    A `duplicate_id` row shares its id with the good row. They are distinguished by the input row that its message
+    begins with; otherwise a run that was killed between the two would consider the second one done.
     """
     ids = table[ID].to_pylist()
     entries = np.empty(len(ids), OUTPUT_ENTRY)
@@ -148,7 +148,7 @@ def describe_location(name: str, row: int) -> str:
 
 @dataclass(frozen=True)
 class RowNames(Sequence[str]):
-    """What `describe_location` says of rows of one file, made when asked for."""
+    """A lazy sequence of `describe_location` for rows of one file."""
 
     file: str
     rows: range
@@ -167,5 +167,5 @@ class RowNames(Sequence[str]):
 
 
 def hash_origin(described: str) -> int:
-    """The hash of what `describe_location` says; never 0."""
+    """A hash of the text of `describe_location`; never 0."""
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "little") or 1

@@ -164,7 +164,7 @@ def decoded_bytes(column: pa.Array) -> Rows:
 
 
 def _numbers(column: pa.Array, null: int = 0) -> Rows:
-    """The same as `to_numpy`, which would import pandas: that takes longer than reading many a file."""
+    """`to_numpy` without importing pandas, which takes longer than reading many a file."""
     end = column.offset + len(column)
     found = np.frombuffer(column.buffers()[1] or b"", str(column.type), end)[column.offset :].astype(np.int64)
     return np.where(_is_valid(column), found, null) if column.null_count else found

@@ -21,7 +21,7 @@ MAX_BYTES: Final = 16 << 20  # a larger file of such a name holds rows
 
 
 def pick_saved(filesystem: pafs.FileSystem, files: Sequence[pafs.FileInfo]) -> list[pafs.FileInfo]:
-    """Those of `files`, found in a folder or by a pattern, that hold rows; all where no data set was saved.
+    """The `files` that hold rows, out of those found in a folder or by a pattern; all of them if none is a data set.
 
     ConfigError for several splits of a `DatasetDict`, and for a data set of which files are missing.
     """

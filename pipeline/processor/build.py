@@ -1,8 +1,7 @@
-"""`build_processor`: a function from a Ray `Dataset` to a `Dataset` with what was generated, lazy like any of Ray's.
+"""`build_processor`: a function from a Ray `Dataset` to a lazy `Dataset` with generated text.
 
-The stages are those of a run: tokenise, decode, finish, with the attempt tracker that finds rows which kill their
-worker. There is no run folder, no report and no resume; those are up to whoever writes the rows. A bad row is a row
-with an error code.
+The stages are those of a run (tokenise, decode, finish), with the attempt tracker that finds rows which kill their
+worker. There is no run folder, no report and no resume; the caller writes the rows. A bad row gets an error code.
 """
 
 import logging

@@ -1,6 +1,7 @@
-"""Rows of a dataset as the stages take them, and what they leave as rows of a dataset again. Tables in, tables out.
+"""Converts rows of a dataset to the tables that the stages take, and their results back to rows of a dataset.
 
-Ids are the dataset's own, or made of what the prompt is made of: the same in every run, and for equal prompts the same.
+Ids are the dataset's own, or derived from what the prompt is made of, so they are the same in every run, and equal for
+equal prompts.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memo
 
 
 def merged(row: dict[str, Value], function: Callable[[dict[str, Value]], dict[str, Value]]) -> dict[str, Value]:
-    """The row with what `function` makes of it over its own columns."""
+    """The row, updated with what `function` returns for it."""
     return {**row, **function(dict(row))}
 
 

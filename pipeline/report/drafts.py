@@ -35,7 +35,7 @@ class DraftTotals:
 
     @property
     def acceptance(self) -> float | None:
-        """The share of drafted tokens that full depth made too, and all before them."""
+        """The share of drafted tokens that were accepted, with all tokens before them."""
         return _ratio(self.accepted_at.sum(), self.drafted_at.sum())
 
     @property

@@ -31,7 +31,7 @@ class Clock:
 
     @classmethod
     def of(cls, sessions: Sequence[Session]) -> "Clock":
-        """A session without an end counts no time: whoever knows better sets one before."""
+        """A session without an end counts no time; set an end before if it is known."""
         return cls(tuple((s["started_at"], s["ended_at"] or s["started_at"]) for s in sessions))
 
     @property
@@ -84,7 +84,7 @@ class Windows:
     ended_at: np.ndarray
     rows: np.ndarray
     window: np.ndarray
-    """As in `records.WINDOW_SCHEMA`; -1 where the file lacks the column."""
+    """The column `window` of `records.WINDOW_SCHEMA`; -1 where the file lacks it."""
 
     @classmethod
     def of(cls, tables: Iterable[pa.Table]) -> "Windows":

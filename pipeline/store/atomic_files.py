@@ -45,14 +45,14 @@ HUB = "py::fsspec+hf"
 
 
 def is_whole_on_close(filesystem: pafs.FileSystem) -> bool:
-    """Whether a file appears when its stream is closed, and not before."""
+    """True if a file appears when its stream is closed, and not before."""
     return isinstance(filesystem, UPLOADS)
 
 
 def to_the_end(work: Callable[[], None]) -> None:
-    """Does `work` in a thread, where no signal ends it in the middle. What is raised here meanwhile waits for its end.
+    """Runs `work` in a thread, where no signal can interrupt it, and waits for its end even if a signal raises here.
 
-    A stream that Ctrl-C interrupts is closed when it is released, and half an object would appear.
+    Otherwise a stream that Ctrl-C interrupts would be closed on release, and half an object would appear.
     """
     outcome: Future[None] = Future()
 
@@ -74,7 +74,7 @@ def to_the_end(work: Callable[[], None]) -> None:
 
 
 def _wait_for(outcome: "Future[None]") -> None:
-    """Until it is over, or will never begin; a second Ctrl-C changes nothing."""
+    """Waits until the work has ended or will never begin; a second Ctrl-C does not interrupt this."""
     while True:
         try:
             if not outcome.cancel():
@@ -91,8 +91,8 @@ def put(
     aside: str,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Makes the file `target` of all that is in `source`, elsewhere than on a disk. `aside`: a name that nobody else
-    uses. `check` is asked directly before the file appears, or begins to: an upload cannot be taken back."""
+    """Writes the whole content of `source` to the file `target` on a remote file system. `aside`: a unique temporary
+    name. `check` is called directly before the file appears, or before an upload begins, which cannot be undone."""
     if is_whole_on_close(filesystem):
         check()
         to_the_end(lambda: _write(filesystem, target, source))
@@ -133,12 +133,12 @@ def rename(filesystem: pafs.FileSystem, source: str, target: str) -> None:
 
 
 def may_vanish(filesystem: pafs.FileSystem) -> bool:
-    """Whether a file that is replaced may be gone for a moment."""
+    """True if a file that is being replaced may be missing for a moment."""
     return not isinstance(filesystem, pafs.LocalFileSystem) and not is_whole_on_close(filesystem)
 
 
 def left_aside(filesystem: pafs.FileSystem, target: str) -> list[str]:
-    """Files that were about to be renamed to `target`, the newest first; they may be half."""
+    """Temporary files that were about to be renamed to `target`, the newest first; they may be incomplete."""
     if not may_vanish(filesystem):
         return []
     folder = target.rpartition("/")[0]
@@ -151,7 +151,7 @@ def left_aside(filesystem: pafs.FileSystem, target: str) -> list[str]:
 def uploaded(
     filesystem: pafs.FileSystem, target: str, aside: str, check: Callable[[], None]
 ) -> Iterator[SpooledTemporaryFile[bytes]]:
-    """To write `target`, elsewhere than on a disk: it is gathered here, and sent when all of it is there."""
+    """Yields a file to write; its content is buffered and uploaded to `target` when the block ends."""
     with SpooledTemporaryFile(GATHERED_BYTES) as file:
         yield file
         file.seek(0)
@@ -160,7 +160,7 @@ def uploaded(
 
 @contextmanager
 def replaced(target: str, aside: str, check: Callable[[], None]) -> Iterator[BufferedWriter]:
-    """To write `target` on a disk: aside, and renamed when all of it is there."""
+    """Yields a file to write on a local disk; it is renamed to `target` when the block ends."""
     name = os.path.basename(target)
     try:
         with open(aside, "wb") as file:
@@ -179,7 +179,7 @@ def replaced(target: str, aside: str, check: Callable[[], None]) -> Iterator[Buf
 
 
 def check_renames(filesystem: pafs.FileSystem, root: str, shown: str) -> None:
-    """ConfigError where files are seen before they are whole, and cannot be renamed either."""
+    """Raises ConfigError if files are visible before they are complete, and cannot be renamed either."""
     if isinstance(filesystem, pafs.LocalFileSystem) or is_whole_on_close(filesystem):
         return
     if filesystem.type_name == HUB:

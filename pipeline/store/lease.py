@@ -1,11 +1,12 @@
-"""The lease on a run folder: one session at a time works in it, and one that was killed does not bar the next.
+"""The lease on a run folder: only one session at a time works in it, and a killed session does not block the next.
 
-`lease.json` names the holder, who changes it every BEAT_S seconds. Whoever finds it looks whether the holder is dead
-(a process of this machine that is gone) or beats no more for LEASE_S seconds; no clocks are compared. On a disk one of
-several that start at once gets it: the file is made by a link, which fails where there is one, and a holder changes
-the file that it made and no other. An object store has no such step: there the last one to write it stays. It is not a
-lock: a holder may stand still between a look and a step. What protects the data then is that a session takes away only
-what is older than itself (`RunFolder.fence`, `RunFolder.late_files`).
+`lease.json` names the holder, who updates it every BEAT_S seconds (a heartbeat). A session that finds a lease checks
+whether its holder is dead (a process of this machine that is gone) or has sent no heartbeat for LEASE_S seconds; clocks
+are never compared. If several sessions start at once on a disk, exactly one gets the lease: the file is created by a
+hard link, which fails if the name exists, and a holder only writes to the file that it created. An object store has no
+such operation; there the last writer wins. The lease is not a lock, since a holder may be suspended between a check and
+the operation after it. The data are safe even then, because a session removes only what is older than itself
+(`RunFolder.fence`, `RunFolder.late_files`).
 """
 
 import fcntl
@@ -25,7 +26,7 @@ from pipeline.store.atomic_files import may_vanish
 from pipeline.store.run_folder import LEASE, RunFolder
 from pipeline.store.run_state import LeaseState
 
-LEASE_S = float(os.environ.get("SKIPDECODE_LEASE_S", "30"))  # another value: for trials, the same for all sessions
+LEASE_S = float(os.environ.get("SKIPDECODE_LEASE_S", "30"))  # set it for tests only, and equally for all sessions
 BEAT_S = LEASE_S / 6
 SETTLE_S = 2.0  # on an object store: by then a rival that saw no lease either has written its own
 LOOKS_S = 0.1, 0.2, 0.4, 0.8  # between looks at a lease that is not there
@@ -34,7 +35,7 @@ LOCK_S, LOCK_TRIES = 0.25, 25
 
 
 class Lease:
-    """`with Lease(folder, session, log):` ConfigError when another session holds the folder."""
+    """`with Lease(folder, session, log):` raises ConfigError if another session holds the folder."""
 
     def __init__(self, folder: RunFolder, session: str, log: Log) -> None:
         self._folder, self._session, self._log = folder, session, log
@@ -47,11 +48,11 @@ class Lease:
         """The session whose lease we have taken over."""
         self._is_lost = False
         self._beat_began_s: float | None = None
-        """When the heartbeat that is under way began."""
+        """When the current heartbeat began; None between heartbeats."""
 
     def __enter__(self) -> "Lease":
         while not self._take(self._wait_for_holder()):
-            pass  # somebody was faster: is it at work?
+            pass  # another session was faster: check whether it is alive
         self._thread.start()
         return self
 
@@ -70,12 +71,12 @@ class Lease:
         self._file = None
 
     def check(self) -> None:
-        """RuntimeError when another session has taken the folder (this process stood still for long)."""
+        """Raises RuntimeError if another session has taken the folder over (this process was suspended for long)."""
         if self._is_lost or self._is_overdue() or not self.holds():
             raise RuntimeError(f"{self._folder.shown}: another run has taken over this folder; this one ends")
 
     def holds(self) -> bool:
-        """Whether the lease is ours at this moment."""
+        """True if the lease is ours at this moment."""
         found = _session_of(_look(self._folder))
         if self._file is None:  # one that stood still may write once more, and ends then
             return found is not None and found in (self._session, self.previous_session)
@@ -88,7 +89,7 @@ class Lease:
             return False
 
     def _wait_for_holder(self) -> str | None:
-        """The text of a lease that may be taken over, or None: there is none. ConfigError while its holder lives."""
+        """The text of a lease that may be taken over, None if there is none. ConfigError if its holder is alive."""
         first = _look(self._folder)
         if first is None or not _may_hold(first):
             return first
@@ -129,11 +130,11 @@ class Lease:
         os.pwrite(file, self._text().encode(), 0)
         fault_point("lease made")
         try:
-            with exclusively(self._folder.root):  # else one that is late takes away the lease of the first for a moment
+            with exclusively(self._folder.root):  # otherwise a late one would briefly remove the winner's lease
                 if dead is not None and not self._set_aside(lambda text: text == dead):
                     raise FileExistsError(target)
                 _link(own, target)
-        except (FileExistsError, FileNotFoundError):  # the second: whoever has the folder has cleared it
+        except (FileExistsError, FileNotFoundError):  # the second: the holder has cleared the folder
             os.close(file)
             return False
         finally:
@@ -146,7 +147,7 @@ class Lease:
         return True
 
     def _set_aside(self, is_it: Callable[[str], bool]) -> bool:
-        """Takes the lease away if it is the one that is meant; another is put back. Whether it is away."""
+        """Removes the lease if it matches; a different one is put back. Returns whether it is gone."""
         target = self._folder.path(LEASE)
         aside = f"{target}.{self._session}.gone"
         now = _read(self._folder)
@@ -158,7 +159,7 @@ class Lease:
             return True
         fault_point("lease aside")
         was_it = is_it(_read(self._folder, os.path.basename(aside)) or "")
-        if not was_it:  # changed hands between the look and the step
+        if not was_it:  # it changed hands between the check and the rename
             with suppress(FileExistsError):
                 _link(aside, target)
         with suppress(FileNotFoundError):
@@ -169,7 +170,7 @@ class Lease:
         self._num_beats += 1
         if self._file is None:
             self._folder.write_text(LEASE, self._text())
-        else:  # as long as before, and one write: nobody reads half of it
+        else:  # the same length in a single write, so that no reader sees a partial text
             os.pwrite(self._file, self._text().encode(), 0)
 
     def _text(self) -> str:
@@ -183,7 +184,7 @@ class Lease:
         return json.dumps(lease) + " " * (BEAT_DIGITS - len(str(self._num_beats))) + "\n"
 
     def _is_overdue(self) -> bool:
-        """Whether we stand still in mid-beat, or did: on a store it may be written over a successor's lease."""
+        """True if the current heartbeat takes too long; on a store it may overwrite a successor's lease."""
         began_s = self._beat_began_s
         return self._file is None and began_s is not None and _running_s() - began_s >= LEASE_S / 2
 
@@ -199,19 +200,19 @@ class Lease:
                     self._is_lost = True
                 if self._stop.is_set():
                     return
-                # as Ctrl-C: the run ends, and finds out why with `check`. A job in the background of a script
-                # has SIGINT ignored; SIGTERM ends a run likewise (`ending.stop_on_sigterm`).
-                is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-                stop = signal.SIGTERM if is_deaf else signal.SIGINT
+                # Like Ctrl-C: the run ends, and `check` tells why. A background job of a script ignores SIGINT;
+                # SIGTERM ends a run likewise (`generate.stopping.stop_on_sigterm`).
+                ignores_sigint = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                stop = signal.SIGTERM if ignores_sigint else signal.SIGINT
                 signal.pthread_kill(threading.main_thread().ident or 0, stop)
                 return
-            except Exception as error:  # each store has its own kinds; it may be back at the next beat
+            except Exception as error:  # every store has its own exceptions; it may be back at the next heartbeat
                 self._beat_began_s = None
                 self._log(f"lease: {type(error).__name__}: {error}")
 
 
 def _link(source: str, target: str) -> None:
-    """FileExistsError where `target` is there; a copy where the file system has no links."""
+    """Links `target` to `source`, or copies it if the file system has no links. FileExistsError if `target` exists."""
     try:
         os.link(source, target)
     except (FileExistsError, FileNotFoundError):
@@ -222,12 +223,13 @@ def _link(source: str, target: str) -> None:
 
 
 def read_lease(folder: RunFolder) -> LeaseState | None:
-    """The lease on the folder, None where there is none (or none that can be read)."""
+    """The lease on the folder; None if there is none, or it cannot be read."""
     return _parse(_look(folder))
 
 
 def _look(folder: RunFolder) -> str | None:
-    """The text of the lease. Where each beat takes it away for a moment, several looks must find none."""
+    """The text of the lease; None if there is none. If every heartbeat removes it for a moment, it is looked for
+    several times."""
     text = _read(folder)
     for wait_s in LOOKS_S if may_vanish(folder.filesystem) else ():
         if text is not None:
@@ -258,13 +260,13 @@ def _session_of(text: str | None) -> str | None:
 
 
 def _may_hold(text: str) -> bool:
-    """Also of a lease that cannot be read: its holder may be writing it."""
+    """True if the holder of the lease may be alive, also if the text cannot be parsed: it may be being written."""
     lease = _parse(text)
     return lease is None or may_live(lease)
 
 
 def _running_s() -> float:
-    """Seconds, those that this process or this machine slept too."""
+    """A monotonic clock in seconds that includes time in which the process or the machine was suspended."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
@@ -287,16 +289,16 @@ def may_live(lease: LeaseState) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's process: it is there
+        pass  # the process exists, but belongs to another user
     return True
 
 
 @contextmanager
 def exclusively(root: str) -> Iterator[None]:
-    """A lock on the folder `root` among sessions of this machine, where the file system can lock a folder. Gives up
-    waiting after LOCK_S.
+    """A lock on the folder `root` among sessions of this machine, if the file system supports it. Gives up waiting
+    after LOCK_S.
 
-    Nothing depends on the lock: it spares a holder from being taken for lost when several sessions start at once.
+    Correctness does not depend on it; it keeps a holder from being considered lost when several sessions start at once.
     """
     folder = os.open(root, os.O_RDONLY)
     try:
@@ -310,4 +312,4 @@ def exclusively(root: str) -> Iterator[None]:
                 break
         yield
     finally:
-        os.close(folder)  # and with it the lock
+        os.close(folder)  # releases the lock

@@ -1,10 +1,10 @@
-"""Replacing rows in a run folder so that a kill at any moment loses none: the commit of a retry.
+"""The commit of a retry: replaces rows in a run folder so that a kill at any moment loses none.
 
-The new files lie complete in `checkpoint/retry-<session>/`. Writing the list of moves and deletions into `run.json`
-(state "committing") is the commit: before it nothing has happened, after it everything will. Then the files are moved,
-then the old ones are deleted, then `run.json` forgets the list; every step may be done twice. While it lasts, rows are
-in both places and the state says so; the next `jobs.retry` or `--resume` finishes it. Left out: making the files
-(`retry`).
+The new files are complete in `checkpoint/retry-<session>/`. Writing the list of moves and deletions to `run.json`
+(state "committing") is the commit: before it nothing has happened, and after it everything will. Then the new files are
+moved, the old ones are deleted, and the list is removed from `run.json`; every step is idempotent. Meanwhile rows are
+in both places and the state says so; the next `jobs.retry` or `--resume` completes an interrupted commit. The files are
+made by `generate.retry`.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ def start_commit(
 
 
 def finish_commit(folder: RunFolder, state: RunState, log: Log, check: Callable[[], None] = lambda: None) -> None:
-    """Does what is left of a commit, if one was begun; `state` (of `run.json`) is changed and not written. `check` is
-    asked before each step.
+    """Completes a commit if one was begun; `state` (of `run.json`) is changed but not written. `check` is called before
+    each step.
 
-    If new files are gone before they were moved (somebody deleted `checkpoint/`) and the old ones are still there, the
-    commit is taken back. If rows are missing afterwards, --resume makes them again, as any that are missing.
+    If new files vanished before they were moved (the user deleted `checkpoint/`) and the old ones still exist, the
+    commit is rolled back. If rows are missing afterwards, --resume generates them again, like any missing rows.
     """
     commit = state.pop("commit", None)
     if commit is None:

@@ -1,10 +1,10 @@
-"""Writing rows: what a task has finished becomes one file per status, under a temporary name until it is whole.
+"""Writes rows: the finished rows of a task become one file per status, with a temporary name until it is complete.
 
-The data files are the record of what is done: a file that is visible is complete, and its ids are done. Names follow
-from the session and the task, so a task that Ray repeats replaces its own file. On a disk a file comes from the
-session's staging folder, which only the driver makes: once `RunFolder.fence` has taken it away, a writer that outlived
-its session cannot add a file. Ray's `write_parquet` writes in place, where a killed task leaves a torn file among the
-data; and all of Ray's writers keep what they return for each block until the end, in the driver.
+The data files are the record of what is done: a visible file is complete, and its ids are done. Names follow from the
+session and the task, so a task that Ray repeats replaces its own file. On a disk, files are moved there from the
+session's staging folder, which only the driver creates: once `RunFolder.fence` has removed it, a writer that outlived
+its session cannot add a file. Ray's `write_parquet` is not used, since it leaves a torn file when a task is killed, and
+all of Ray's writers keep their results for every block in the driver until the end.
 """
 
 import errno
@@ -31,7 +31,7 @@ FINISHED_AT_ONCE = 4096  # rows: as Python objects they take many times the memo
 
 
 class NoSpaceLeft(OSError):
-    """The disk of the rows is full. The driver looks for this name, since Ray Data passes on only an error's text."""
+    """The disk is full. The driver searches for this name, since Ray Data passes on only the text of an error."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class RunSink:
     session: str
     schema: pa.Schema
     rows_per_file: int | None
-    """At least, but for the last file; None: a file per block and status."""
+    """The minimum of rows per file, except for the last one; None: a file per block and status."""
     subfolder: str = "data"
     """The folder in the run folder that gets `status=.../` folders."""
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
-    """Part of the files' names: tasks are numbered from 0 in every execution."""
+    """A part of the file names that differs between executions, all of which number their tasks from 0."""
     sum_ids: Callable[[pa.Table], int] | None = None
-    """Sums the ids of a file's rows. The footer has the sum, and rows are reconciled with it."""
+    """Sums the ids of a file's rows. The sum is stored in the footer, and used to reconcile rows."""
 
     def __call__(
         self,
@@ -76,10 +76,10 @@ class RunSink:
         return finished.select([STATUS]).slice(0, 0)
 
     def write(self, table: pa.Table, name: str) -> None:
-        """One file per status.
+        """Writes one file per status.
 
-        What an earlier attempt at the same task left goes first, or is replaced: a row that has changed sides since is
-        at no moment in both files. In neither is no harm: it is made again.
+        Files of an earlier attempt at the same task are removed first, or replaced, so that a row whose status has
+        changed is never in both files. If it is in neither for a moment, it is generated again after a crash.
         """
         paths = {status: f"{self.subfolder}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
                  for status in STATUSES}  # fmt: skip
@@ -102,15 +102,15 @@ class RunSink:
         target = f"{self.root}/{path}"
         if self.filesystem.get_file_info(target).type == pafs.FileType.NotFound:
             return
-        check_session(self.filesystem, self.root, self.session)  # the file may be another session's proof by now
+        check_session(self.filesystem, self.root, self.session)  # another session may rely on the file by now
         with suppress(FileNotFoundError):
             self.filesystem.delete_file(target)
             if isinstance(self.filesystem, pafs.LocalFileSystem):
-                sync(os.path.dirname(target))  # else it might be there again, beside the other, when the machine is up
+                sync(os.path.dirname(target))  # otherwise it might reappear beside the new file after a power failure
 
 
 def check_session(filesystem: pafs.FileSystem, root: str, session: str) -> None:
-    """FileNotFoundError when the session is over: on a disk its staging folder is gone, elsewhere its lease."""
+    """Raises FileNotFoundError if the session is over: on a disk its staging folder is gone, elsewhere its lease."""
     if isinstance(filesystem, pafs.LocalFileSystem):
         os.stat(f"{root}/{STAGING}/{session}")
         return
@@ -120,9 +120,9 @@ def check_session(filesystem: pafs.FileSystem, root: str, session: str) -> None:
 
 
 def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Table, session: str) -> None:
-    """Writes `root/path` so that it is seen complete or not at all; FileNotFoundError when the session is over."""
+    """Writes `root/path` atomically; raises FileNotFoundError if the session is over."""
     target = f"{root}/{path}"
-    # of this attempt alone: another process may be at the same task, believed dead or not
+    # unique to this attempt: another process, believed dead or not, may be running the same task
     staging = f"{root}/{STAGING}/{session}/{path.replace('/', '_')}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     if not isinstance(filesystem, pafs.LocalFileSystem):
         whole = pa.BufferOutputStream()
@@ -135,8 +135,8 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     fault_point(f"{top} begun")
     pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
     fault_point(f"{top} staged")
-    sync(staging)  # the name must not outlive the bytes when the machine goes down
+    sync(staging)  # if the machine goes down, the name must not survive without the bytes
     fault_point(f"{top} synced")
     os.replace(staging, target)
     fault_point(f"{top} renamed")
-    sync(os.path.dirname(target))  # nor a finished run's books the name
+    sync(os.path.dirname(target))  # and the books of a finished run not without the name

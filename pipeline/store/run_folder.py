@@ -1,7 +1,7 @@
-"""The run folder: where everything is, which files are ours, and how small files are replaced atomically.
+"""The run folder: its layout, which files are ours, and how small files are replaced atomically.
 
-`run.json` is always one whole state. Which rows are done is not in it, but read from the data files themselves
-(`generate.row_index`). Works on any filesystem that pyarrow knows. It does not write data files (`row_writer`).
+`run.json` always holds one complete state. Which rows are done is not recorded there, but read from the data files
+themselves (`generate.row_index`). Works on any filesystem of pyarrow. Data files are written by `row_writer`.
 """
 
 import json
@@ -79,20 +79,20 @@ class RunFolder:
         return bool(kind != pafs.FileType.NotFound)
 
     def read_state(self) -> RunState | None:
-        """`run.json`, or None; ConfigError where a version before 1.0 wrote it."""
+        """`run.json`, or None; raises ConfigError if a version before 1.0 wrote it."""
         state = self.read_any_state()
         if state is not None and state.keys() >= IS_RUN:
             check_version(state, self.shown)
         return state
 
     def read_any_state(self) -> RunState | None:
-        """`run.json` of any version, or None. If its replacement was cut off, the new content is taken."""
+        """`run.json` of any version, or None. If its replacement was interrupted, returns the new content."""
         try:
             text = self.read_text("run.json")
             if text is None:
                 if self.exists() and (left := self._cut_off()) is not None:
                     return left[1]
-                text = self.read_text("run.json")  # whoever replaces it may have come to the end meanwhile
+                text = self.read_text("run.json")  # a replacement may have been completed meanwhile
             return None if text is None else _parse(text)
         except ValueError as error:
             raise ConfigError(
@@ -102,9 +102,9 @@ class RunFolder:
             ) from error
 
     def _cut_off(self) -> tuple[str, RunState] | None:
-        """Path and content of the `run.json` that a kill left under another name, if one did."""
+        """Path and content of the new `run.json` that a killed process left under a temporary name, if there is one."""
         for path in left_aside(self.filesystem, self.path("run.json")):
-            with suppress(ValueError):  # half of one
+            with suppress(ValueError):  # incomplete
                 text = self.read_text(self.name(path))
                 if text and "state" in (state := _parse(text)):
                     return path, state
@@ -114,7 +114,7 @@ class RunFolder:
         self.write_text("run.json", json.dumps(state, indent=2, default=str) + "\n", check)
 
     def write_text(self, name: str, text: str, check: Callable[[], None] = lambda: None) -> None:
-        """Replaces a small file atomically; `check` is asked directly before it appears."""
+        """Replaces a small file atomically; `check` is called directly before it appears."""
         with self.replacing(name, check) as file:
             file.write(text.encode())
 
@@ -122,7 +122,7 @@ class RunFolder:
     def replacing(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
         """A file to write to, which becomes `name` once it is complete; `check` is called directly before that."""
         target = self.path(name)
-        own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # of nobody else: two sessions may be here for a moment
+        own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # unique, since two sessions may overlap for a moment
         if not self.is_local:
             with uploaded(self.filesystem, target, own, check) as gathered:
                 yield cast(BinaryIO, gathered)
@@ -132,7 +132,7 @@ class RunFolder:
             yield file
 
     def read_text(self, name: str) -> str | None:
-        """A small file, or None."""
+        """The content of a small file; None if it does not exist."""
         try:
             with self.filesystem.open_input_stream(self.path(name)) as stream:
                 return bytes(stream.readall()).decode()
@@ -140,7 +140,7 @@ class RunFolder:
             return None
 
     def foreign_files(self) -> list[str]:
-        """Files that `clear` would delete although no run wrote them: all of them without a run.json of ours."""
+        """Files that `clear` would delete although no run wrote them; all of them if there is no `run.json` of ours."""
         infos = {name: self.filesystem.get_file_info(self.path(name)) for name in OURS}
         there = [name for name, info in infos.items() if info.type != pafs.FileType.NotFound]
         state = self.read_any_state() if there else None
@@ -149,18 +149,18 @@ class RunFolder:
         return [name for name in self.unexpected_files() if name.startswith(("data/", "metrics/"))]
 
     def unexpected_files(self, subfolder: str = "") -> list[str]:
-        """Files in the folder, or in a `subfolder` in it, that no run of ours leaves there, sorted."""
+        """Files in the folder, or a `subfolder` of it, that no finished run leaves there, sorted."""
         selector = pafs.FileSelector(self.path(subfolder).rstrip("/"), allow_not_found=True, recursive=True)
         infos = self.filesystem.get_file_info(selector)
         names = (self.name(info.path) for info in infos if info.type != pafs.FileType.Directory)
         return sorted(name for name in names if not KNOWN_NAMES.fullmatch(name))
 
     def clear(self, session: str, check: Callable[[], None]) -> None:
-        """Removes what runs before `session` have written, but for `run.json`, which the next one replaces: it knows
-        whose late files may come. Nothing else goes. `check` is asked before each step.
+        """Removes everything that runs before `session` wrote, except `run.json`, which names the sessions whose files
+        may still arrive late, and which the new run replaces. `check` is called before each step.
 
-        On a disk it is taken away at once, before it is deleted: into a folder that the next fence takes away itself.
-        So a process that stands still in the middle, and goes on when another session works here, takes nothing.
+        On a disk, files are first moved to a folder that the next `fence` removes as well. So if this process is
+        suspended here and continues when another session is at work, it cannot delete that session's files.
         """
         gone = f"checkpoint/gone-{session}"
         if self.is_local:
@@ -173,7 +173,7 @@ class RunFolder:
                 try:
                     os.rename(self.path(name), self.path(f"{gone}/{name}"))
                 except FileNotFoundError:
-                    check()  # says who has fenced us off
+                    check()  # raises the reason if another session has taken over
                     raise
         self.remove(gone)
 
@@ -185,10 +185,10 @@ class RunFolder:
         elif info.type == pafs.FileType.File:
             self.filesystem.delete_file(info.path)
             if self.is_local:
-                sync(os.path.dirname(info.path))  # the next step counts on it
+                sync(os.path.dirname(info.path))  # the next step relies on it
 
     def move(self, source: str, target: str) -> None:
-        """Moves a file within the folder, in place of the target if there is one."""
+        """Moves a file within the folder, and replaces the target if it exists."""
         folder = self.path(target).rpartition("/")[0]
         if self.is_local:
             make_folder(folder)
@@ -196,13 +196,13 @@ class RunFolder:
             sync(folder)
             return
         self.filesystem.create_dir(folder, recursive=True)
-        rename(self.filesystem, self.path(source), self.path(target))  # or a whole copy, and a delete
+        rename(self.filesystem, self.path(source), self.path(target))  # on a store a copy and a delete
 
     def fence(self, session: str, check: Callable[[], None] = lambda: None) -> None:
-        """From here on no writer of an earlier session can add a data file on a disk: what it would rename is gone.
+        """Prevents writers of earlier sessions from adding data files on a disk, by removing their staging folders.
 
-        On an object store a late upload still can; `late_files` finds it. `check` is called after listing what is
-        there, so that nothing of a later session is taken away.
+        On an object store a late upload is still possible; `late_files` finds it. `check` is called after the folder is
+        listed, so that nothing of a later session is removed.
         """
         gone = f"checkpoint/gone-{session}"
         if self.is_local:
@@ -213,7 +213,7 @@ class RunFolder:
             os.makedirs(self.path(gone), exist_ok=True)
             for name in there:
                 with suppress(FileNotFoundError):
-                    os.rename(self.path(name), self.path(f"{gone}/{name.replace('/', '_')}"))  # at once, not one by one
+                    os.rename(self.path(name), self.path(f"{gone}/{name.replace('/', '_')}"))  # atomically
             self.remove(gone)
         else:
             check()
@@ -249,12 +249,12 @@ class RunFolder:
             self.remove("checkpoint")
 
     def late_files(self, known: Collection[str], sessions: Collection[str]) -> list[str]:
-        """Paths of data files by writers of these `sessions` that are not among the `known` names: they came late."""
+        """Paths of data files that writers of these `sessions` added late: those whose names are not `known`."""
         return [p for p in self.all_data_files() if self.name(p) not in known and writer_of(p) in sessions]
 
     def remove_empty(self, check: Callable[[], None], log: Log = lambda _: None) -> list[str]:
-        """Removes data files of no bytes, as an upload that was cut off leaves them: they hold no rows. Gives
-        their paths. `check` is called before each step."""
+        """Removes data files of zero bytes, which an interrupted upload may leave, and returns their paths. `check` is
+        called before each step."""
         selector = pafs.FileSelector(self.path("data"), allow_not_found=True, recursive=True)
         files = [info.path for info in self.filesystem.get_file_info(selector) if info.is_file and info.size == 0]
         empty = [path for path in files if KNOWN_NAMES.fullmatch(self.name(path)) and self._is_empty(path)]
@@ -269,7 +269,7 @@ class RunFolder:
             return not stream.read(1)
 
     def name(self, path: str) -> str:
-        """A path in the folder, relative to the folder."""
+        """A path relative to the folder."""
         return path.removeprefix(f"{self.root}/")
 
     def data_files(self, status: str, subfolder: str = "data") -> list[str]:
