@@ -27,7 +27,7 @@ from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, chec
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
 from pipeline.input.id_matching import Match
-from pipeline.input.ids import describe_place, split_place
+from pipeline.input.ids import describe_location, split_location
 from pipeline.input.input_plan import InputPlan, plan_input
 from pipeline.input.read import read_file
 from pipeline.schema import score_schema

@@ -24,7 +24,7 @@ from pipeline.input.expansion import Documents, expand
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import ARROW, BINARY, iter_rows
 from pipeline.input.id_matching import DoneRows
-from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_place, made_id, split_place
+from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_location, made_id, split_location
 from pipeline.input.input_plan import ROW_SCHEMA, InputPlan
 from pipeline.input.json_rows import to_json
 from pipeline.input.line_reader import BLOCK_BYTES, Row

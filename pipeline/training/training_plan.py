@@ -16,7 +16,7 @@ from pipeline.formatting import Log
 from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.model_folder import Files
 from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection
-from pipeline.training.folder import TrainingFolder, check_apart
+from pipeline.training.folder import TrainingFolder, check_no_overlap
 from pipeline.training.schedules import check_schedules
 from pipeline.training.tokenized_pairs import (
     Corpus,

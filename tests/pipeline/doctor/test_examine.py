@@ -21,7 +21,7 @@ from pipeline.config.job import ActorsConfig, ConfigError, JobConfig, ModelConfi
 from pipeline.doctor import examine as doctor
 from pipeline.doctor import versions
 from pipeline.doctor.corpus_estimate import Worker, estimate
-from pipeline.doctor.facts import GIB, wrong_places
+from pipeline.doctor.facts import GIB, check_shared_memory
 from pipeline.formatting import Json
 from skipdecode.backends.host_memory import num_cores
 from tests.support.input_helpers import write_jsonl
