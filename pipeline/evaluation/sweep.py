@@ -214,7 +214,8 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, log: Log
 
 
 def schedule_name(decode: Decode) -> str:
-    """`full depth`, `3x`, `10/6` (most and fewest layers), the constant number of layers, or else the method."""
+    """`full depth`, `3x`, `10/6` (most and fewest layers), the constant number of layers, or else the method with the
+    values of its keys."""
     skip = decode.get("ffn_skip")
     if isinstance(skip, dict):
         found = f" {skip['threshold']}" if "threshold" in skip else ""
@@ -228,7 +229,10 @@ def schedule_name(decode: Decode) -> str:
     if layers is not None:
         return str(layers)
     method = str(decode["method"])
-    return f"{decode.get('speedup', 2):g}x" if "speedup" in METHODS[method].keys else method
+    keys = METHODS[method].keys
+    if "speedup" in keys:
+        return f"{decode.get('speedup', 2):g}x"
+    return " ".join([method, *(str(decode[key]) for key in keys if decode.get(key) is not None)])
 
 
 def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False) -> GeneratorConfig:

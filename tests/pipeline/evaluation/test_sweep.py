@@ -9,12 +9,13 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 
+from pipeline.evaluation.sweep import schedule_name
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.from_config import METHODS, Method, make_schedule
 from tests.support.evaluated_model import MODEL, PROMPTS
 from tests.support.verbs import Job
 
@@ -133,6 +134,11 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
     code, _, err = job("--sweep", data.replace("text", "prompt"), runs, *fixed)
     assert code == 2
     assert "data.prompt_column: " in err
+
+
+def test_a_new_method_is_named_with_the_values_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "alternate", Method(("stride", "offset"), METHODS["full"].make))
+    assert schedule_name({"method": "alternate", "stride": 3, "offset": None}) == "alternate 3"
 
 
 @pytest.mark.parametrize(
