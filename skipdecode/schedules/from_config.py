@@ -47,8 +47,8 @@ def make_schedule(
 ) -> Schedule:
     """The schedule that a `decode:` mapping asks for; ValueError names the key at fault.
 
-    Keys: method, speedup, max_layers, min_layers, warmup_layers, horizon, layers, ffn_skip (a mapping again), lossless,
-    draft_tokens; None counts as absent. `swiftkv_from`: where prompts stop if they are fed with SwiftKV.
+    Keys: method, those that METHODS lists for it, ffn_skip (a mapping again), lossless, draft_tokens; None counts as
+    absent. `swiftkv_from`: where prompts stop if they are fed with SwiftKV.
     """
     given = {key: value for key, value in decode.items() if value is not None}
     skip, (lossless, draft_tokens) = given.pop("ffn_skip", None), (given.pop(key, None) for key in LOSSLESS_KEYS)

@@ -21,8 +21,8 @@ class NaiveLlama:
     def __init__(self, folder: Path, *, has_swiftkv: bool = False) -> None:
         self.tensors = load_file(folder / "model.safetensors")
         raw = json.loads((folder / "config.json").read_text())
-        self.num_layers, self.is_stablelm = raw["num_hidden_layers"], raw["model_type"] == "stablelm"
-        self.epsilon = raw["layer_norm_eps" if self.is_stablelm else "rms_norm_eps"]
+        self.num_layers, self.is_layer_norm = raw["num_hidden_layers"], "model.norm.bias" in self.tensors
+        self.epsilon = raw["layer_norm_eps" if self.is_layer_norm else "rms_norm_eps"]
         self.heads, self.groups = raw["num_attention_heads"], raw["num_key_value_heads"]
         self.dim = raw.get("head_dim") or raw["hidden_size"] // self.heads
         self.turning = int(self.dim * turning_share(raw))
@@ -39,9 +39,9 @@ class NaiveLlama:
         return self.tensors[f"{name}.weight"] @ x + (0 if bias is None else bias)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        x = x - x.mean(-1, keepdim=True) if self.is_stablelm else x
+        x = x - x.mean(-1, keepdim=True) if self.is_layer_norm else x
         x = x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.tensors[f"{name}.weight"]
-        return x + self.tensors[f"{name}.bias"] if self.is_stablelm else x
+        return x + self.tensors[f"{name}.bias"] if self.is_layer_norm else x
 
     def heads_of(self, layer: int, kind: str, flat: Tensor) -> Tensor:
         """[heads, K], normed where the model does, the first numbers of each turned to this position."""
