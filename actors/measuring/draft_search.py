@@ -17,7 +17,8 @@ from skipdecode.schedules.from_config import METHODS, PRESETS, make_schedule, pr
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import ChosenLayers, FullDepth, Schedule
-from skipdecode.speculative.controller import LAYERS, MIN_SPEEDUP, SpeculationController
+from skipdecode.speculative.controller import MIN_SPEEDUP, SpeculationController
+from skipdecode.speculative.draft import LAYERS
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.measure_acceptance import DraftedText
 

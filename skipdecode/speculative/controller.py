@@ -1,36 +1,35 @@
-"""How many tokens a batch drafts in its next round, and whether it drafts any.
+"""The adaptive speculation controller: how many tokens a batch drafts in its next round, and whether it drafts any.
 
-How many follows from the share of drafts that was accepted, a moving average for each source, and from the seconds of
-the passes (`skipdecode.speculative.latency_model`). Whether drafts pay is for the clock to say: for batches of about
-one size, rounds with drafts are compared with plain steps at full depth. What drafts may lose before they have shown
-that they pay is bounded by a share of the time so far; where they do not pay, pauses between tries grow.
+The number of draft tokens maximises expected tokens per second, from a moving-average acceptance rate per source and
+predicted pass times (`skipdecode.speculative.latency_model`). In adaptive mode, rounds with drafts are also compared
+with timed plain steps at a similar batch size. Until drafts have proved faster, the time they may lose is capped at a
+share of the total; after each negative verdict the pause doubles.
 
-A decision changes how fast tokens come, never which. Under `sampling.deterministic` no clock decides. No torch.
+A decision affects speed only, never the tokens. Under `sampling.deterministic` no clock decides.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
 from skipdecode.schedules.lossless import Lossless
+from skipdecode.speculative.draft import LAYERS, Source
 from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import LONGEST, SHORTEST
 
-LAYERS = 0
-"""The source of drafts by skipped layers; that of an n-gram is the number of tokens that match."""
-MAX_DRAFT_TOKENS = 8  # in a round, where the number is free
-PRIOR = {LAYERS: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}  # acceptance before any draft was seen
+MAX_DRAFT_TOKENS = 8  # per row and round, where the number is free
+PRIOR: Mapping[Source, float] = {LAYERS: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}  # prior acceptance rate
 SMOOTHING = 0.04  # weight of the newest draft in the moving average
-MIN_SPEEDUP = 1.02  # below it, drafts are not worth their variance
-PLAIN_ROUNDS = 4  # timed in a row; the first, which finds little in the caches, does not count
-DRAFTED_ROUNDS = 32  # that a verdict is based on
+MIN_SPEEDUP = 1.02  # below it, drafts are not worth the added variance in latency
+PLAIN_ROUNDS = 4  # timed in a row; the first finds cold CPU caches and does not count
+DRAFTED_ROUNDS = 32  # rounds with drafts per verdict
 RECHECK_EVERY = 256  # rounds with drafts that pay, until plain steps are timed again
 FIRST_PAUSE, LONGEST_PAUSE = 128, 4096  # rounds without drafts after a verdict against them
-LOSS_SHARE, LOSS_STEPS = 0.01, 1  # what tries may lose: of all time so far, and in plain steps beside that
-DECIDE_EVERY = 8  # rounds for which an estimate serves
+LOSS_SHARE, LOSS_STEPS = 0.01, 0.5  # time a trial may lose: a share of total time, plus this many plain steps
+DECIDE_EVERY = 8  # rounds an estimate is reused
 
 Outcome = Literal["drafted", "measured", "slower", "no_gain"]
 """What a round was: one with drafts, or a plain step because plain steps are timed for comparison, because the clock
@@ -53,21 +52,21 @@ class Decision:
 
 
 class Acceptance:
-    """The share of drafts that full depth makes too, as a moving average for each source."""
+    """The share of draft tokens that full depth accepts, as a moving average for each source."""
 
     def __init__(self, known: float | None = None) -> None:
         """`known`: what a calibration measured for skipped layers."""
-        self._prior = PRIOR if known is None else PRIOR | {LAYERS: known}
+        self._prior = {**PRIOR} if known is None else {**PRIOR, LAYERS: known}
         self.rates = dict(self._prior)
-        self._used = set[int]()
+        self._used = set[Source]()
 
-    def observe(self, sources: Sequence[int], num_accepted: int) -> None:
+    def observe(self, sources: Sequence[Source], num_accepted: int) -> None:
         """Learns from the drafts of a row, up to the first refused one: the others were made after an error."""
         for i, source in enumerate(sources[: num_accepted + 1]):
             self.rates[source] += SMOOTHING * ((i < num_accepted) - self.rates[source])
             self._used.add(source)
 
-    def expected_tokens(self, source: int, num_drafts: int) -> float:
+    def expected_tokens(self, source: Source, num_drafts: int) -> float:
         """Tokens that a row gets from a round with so many drafts, the verifier's own included."""
         rate = self.rates[source]
         return num_drafts + 1.0 if rate > 0.999 else (1 - rate ** (num_drafts + 1)) / (1 - rate)
@@ -80,7 +79,8 @@ class Acceptance:
 
 @dataclass
 class Comparison:
-    """Plain steps and rounds with drafts of batches of about one size, in units of a plain step by the roofline."""
+    """Plain steps and rounds with drafts at a similar batch size. Times are divided by the roofline prediction of one
+    plain step."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=2 * PLAIN_ROUNDS))
     drafted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=DRAFTED_ROUNDS))
@@ -94,8 +94,7 @@ class Comparison:
     """Plain steps that are left of a pause."""
     pause: int = FIRST_PAUSE
     """The length of the next pause."""
-    reason: Outcome = "slower"
-    """Why it pauses."""
+    pause_reason: Outcome = "slower"
 
     @property
     def typical(self) -> float:
@@ -111,7 +110,8 @@ class Comparison:
         return sum(tokens for tokens, _ in self.drafted) * median(self.plain) / took
 
     def stop(self, reason: Outcome) -> None:
-        self.reason, self.pays, self.paused = reason, False, self.pause
+        """Pauses, and drops the evidence so that the next trial starts fresh."""
+        self.pause_reason, self.pays, self.paused = reason, False, self.pause
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
         self.num_drafted = 0
         self.drafted.clear()
@@ -137,27 +137,36 @@ class SpeculationController:
         mean = sum(known_acceptance) / len(known_acceptance) if known_acceptance else None
         self.acceptance = Acceptance(mean)
         self._comparisons: dict[int, Comparison] = {}  # by the binary logarithm of the rows
-        self._spent_s = self._lost_s = 0.0
+        self._spent_s = 0.0
+        self._lost_s = 0.0
+        """Time lost against plain steps, in seconds; disturbed rounds are clipped at 2x the median."""
         self._estimated: tuple[int, int, Decision] | None = None  # rows, rounds that it still serves, the decision
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
-        """Decides on the next round of `rows` rows, which are at decode step `k` in the median and see `context`
-        positions in the mean."""
+        """Decides on the next round of `rows` rows. `k`: median decode step; `context`: mean context length."""
         if not self.schedule.adaptive:
             return self._estimate(rows, k, context)
         comparison = self._comparison(rows)
         if comparison.paused:
-            return Decision(comparison.reason)
+            return Decision(comparison.pause_reason)
         if comparison.plain_left and self.latency.is_timed:
             return Decision("measured")
         estimate = self._estimate(rows, k, context)
         if not estimate.has_drafts:
             self._stop(rows, "no_gain")
         elif self.latency.is_timed and not self._has_proof(rows):
-            allowed_s = LOSS_SHARE * self._spent_s + LOSS_STEPS * self._plain_s(rows, context)
-            if self._lost_s > allowed_s:
-                return Decision("slower")
+            allowed_s = LOSS_SHARE * self._spent_s + LOSS_STEPS * self._plain_s(rows, context) - self._lost_s
+            return self._within(estimate, allowed_s, self._round_seconds(rows, k, context))
         return estimate
+
+    def _within(self, estimate: Decision, allowed_s: float, rounds_s: tuple[list[float], list[float]]) -> Decision:
+        """The decision with so few drafts that a round in which none is accepted loses at most `allowed_s`."""
+        by_ngrams, by_layers = (sum(took_s - took[0] <= allowed_s for took_s in took[1:]) for took in rounds_s)
+        if self.schedule.draft_tokens:  # that number, or none
+            by_ngrams, by_layers = (most * (most >= self.schedule.draft_tokens) for most in (by_ngrams, by_layers))
+        ngram_tokens = {length: min(n, by_ngrams) for length, n in estimate.ngram_tokens.items() if by_ngrams}
+        decision = Decision("drafted", min(estimate.layer_tokens, by_layers), ngram_tokens)
+        return decision if decision.has_drafts else Decision("slower")
 
     def observe(self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float) -> None:
         """Learns from a round that was decided on, and gave all rows together `num_tokens` tokens."""
@@ -194,7 +203,7 @@ class SpeculationController:
                 self._begin_plain(comparison)
 
     def _stop(self, rows: int, reason: Outcome) -> None:
-        """Pauses, and forgets what spoke against drafts: the next try is to find out again."""
+        """Pauses, and drops the evidence so that the next trial starts fresh."""
         self._comparison(rows).stop(reason)
         self.latency.forget_drafts(rows)
         self._retry()
@@ -211,7 +220,7 @@ class SpeculationController:
         return self._comparisons.setdefault(rows.bit_length(), Comparison())
 
     def _has_proof(self, rows: int) -> bool:
-        """True if drafts pay for about as many rows, or for more of them, which leave less to gain."""
+        """True if drafts pay at a similar batch size, or for larger batches, where drafts gain less."""
         size = rows.bit_length()
         return any(one.pays for other, one in self._comparisons.items() if other >= size)
 
@@ -240,7 +249,7 @@ class SpeculationController:
         """What 0, 1, .. drafts of skipped layers are expected to gain over plain steps."""
         return self._speedups(LAYERS, self._round_seconds(rows, k, context)[1])
 
-    def _speedups(self, source: int, rounds_s: Sequence[float]) -> list[float]:
+    def _speedups(self, source: Source, rounds_s: Sequence[float]) -> list[float]:
         expected = self.acceptance.expected_tokens
         return [expected(source, n) * rounds_s[0] / took_s for n, took_s in enumerate(rounds_s)]
 
@@ -255,8 +264,8 @@ class SpeculationController:
             layers_s.append(drafts_s + ngram_s[n])
         return ngram_s, layers_s
 
-    def _best(self, source: int, rounds_s: Sequence[float]) -> int:
-        """Drafts from one source, where a round with n of them takes `rounds_s[n]`; 0: they do not pay."""
+    def _best(self, source: Source, rounds_s: Sequence[float]) -> int:
+        """Number of draft tokens with the best speedup; 0 if none pays. `rounds_s[n]`: seconds of a round with n."""
         speedups = self._speedups(source, rounds_s)
         best = self.schedule.draft_tokens or max(range(1, len(speedups)), key=speedups.__getitem__)
         return best if not self.schedule.adaptive or speedups[best] >= MIN_SPEEDUP else 0

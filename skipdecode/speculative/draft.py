@@ -2,6 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final, Literal
+
+Source = Literal["layers"] | int
+"""What drafted a token: passes that skip layers, or an n-gram match, given by its length."""
+LAYERS: Final = "layers"
 
 
 @dataclass
@@ -18,8 +23,8 @@ class Draft:
     """The most tokens to draft: the last new token of a row is not fed."""
     eos: Sequence[int] = ()
     """Tokens that end the row."""
-    sources: list[int] = field(default_factory=list)
-    """What drafted each token: `skipdecode.speculative.controller.LAYERS`, or the length of an n-gram."""
+    sources: list[Source] = field(default_factory=list)
+    """What drafted each token."""
     wanted: int = 0
     """Tokens to draft by skipped layers."""
     layers: int = 0
@@ -36,7 +41,7 @@ class Draft:
         """True if no pass with skipped layers is to add a token."""
         return self.num_drafted >= min(self.wanted, self.limit)
 
-    def add(self, tokens: Sequence[int], source: int) -> None:
+    def add(self, tokens: Sequence[int], source: Source) -> None:
         """Appends drafted tokens, up to one that would end the row."""
         for token in tokens[: self.limit - self.num_drafted]:
             self.tokens.append(token)

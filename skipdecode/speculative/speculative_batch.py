@@ -24,8 +24,8 @@ from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_ranges import layer_ends, ranges_by_age
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.speculative.controller import LAYERS, Decision, SpeculationController
-from skipdecode.speculative.draft import Draft, shares
+from skipdecode.speculative.controller import Decision, SpeculationController
+from skipdecode.speculative.draft import LAYERS, Draft, shares
 from skipdecode.speculative.draft_vocab import DraftHead
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import NgramProposer

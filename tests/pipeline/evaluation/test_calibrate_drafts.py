@@ -20,7 +20,7 @@ from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.speculative.controller import LAYERS
+from skipdecode.speculative.draft import LAYERS
 from tests.support.verbs import Call
 
 L = 6
