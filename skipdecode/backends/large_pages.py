@@ -1,9 +1,9 @@
 """Memory in large pages, for weights and caches.
 
 A decode step reads all weights, and with pages of 4 KiB it waits for address translation: products of 16 to 32 rows
-gain 9 to 19 % (`benchmarks/LOG.md`). torch can ask for large pages too, but only for all its memory and only for
-tensors that fill some, which a small model's weights do not. A batch's cache reuses the memory of the batch before,
-because the system zeroes fresh pages, which took a sixth of the prefill on an AMD EPYC (2026-11-25, the same log).
+gain 9 to 19 % with large ones. torch can ask for large pages too, but only for all its memory and only for tensors
+that fill some, which a small model's weights do not. A batch's cache reuses the memory of the batch before, because the
+system zeroes fresh pages, which took a sixth of the prefill on an AMD EPYC (2026-11-25).
 """
 
 import contextlib
