@@ -100,7 +100,7 @@ def test_kernels_that_read_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = FakeCaptures(RuntimeError("not permitted when stream is capturing"))
-    monkeypatch.setattr("skipdecode.engine.cuda_graphs.graph_capture_on", lambda _: captures)
+    monkeypatch.setattr("skipdecode.engine.cuda_graphs.GraphCapture", lambda: captures)
     for check in ("tokens", "captures"):
         assert "cannot be captured: RuntimeError: not permitted" in first_wrong(check)
 
@@ -108,7 +108,7 @@ def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None
 def test_fewer_graphs_than_there_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing fails where memory ends the captures, and later checks would time steps without graphs."""
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPH_BYTES", 1000)
-    monkeypatch.setattr("skipdecode.engine.cuda_graphs.graph_capture_on", lambda _: FakeCaptures(graph_bytes=300))
+    monkeypatch.setattr("skipdecode.engine.cuda_graphs.GraphCapture", lambda: FakeCaptures(graph_bytes=300))
     sentence = first_wrong("captures")
     assert "4 graphs were captured, and 3 plans at 4 numbers of rows are 12: 4 graphs in " in sentence
     assert "full (all of them may take" in sentence

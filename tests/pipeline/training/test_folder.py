@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config.job import ConfigError
 from pipeline.training.folder import TrainingFolder, check_no_overlap
+from skipdecode import __version__
 
 
 class Stop(BaseException):
@@ -119,8 +120,8 @@ def test_when_the_place_is_taken(folder: TrainingFolder) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             folder.check(mode)
-    folder.write_state({"state": "running"})
-    assert folder.check("resume") == {"state": "running"}
+    folder.write_state({"version": __version__, "state": "running"})
+    assert folder.check("resume") == {"version": __version__, "state": "running"}
     assert folder.check("overwrite") is None
     (folder.root / "notes").write_text("mine")
     folder.clear()
