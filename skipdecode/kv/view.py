@@ -40,7 +40,10 @@ class KVView(Protocol):
     def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
     ) -> Tensor:
-        """Runs `layers` one after the other as kernels: attention, feed-forward, or both of each. Works in place."""
+        """Runs `layers` one after the other as kernels: attention, feed-forward, or both of each. Works in place.
+
+        The view calls the kernels because it owns the cache: only it knows the addresses that they read and write.
+        """
 
     def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         """Stores K and V of the new tokens by one kernel; `layers` maps its products to the layers that store them."""

@@ -1,6 +1,6 @@
 """Makes a schedule from a `decode:` mapping: presets, defaults, and errors that name the key. No torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,10 @@ PRESETS = {
     24: {2: (16, 8), 3: (10, 6), 4: (7, 5), 5: (6, 4)},
     32: {2: (22, 11), 3: (14, 8), 4: (10, 6), 5: (8, 5)},
 }
+
+
+Check = Callable[[str, Any], Any]
+"""Takes the dotted name of a key and its value; returns the value, or raises ValueError."""
 
 
 def preset(num_layers: int, speedup: float, warmup_layers: int = 1) -> tuple[int, int]:
@@ -110,15 +114,12 @@ def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int)
     method = METHODS[name]
     for key in given:
         if key not in method.keys and not (name == "full" and key == "speedup" and given[key] == 1):
-            raise ValueError(f"decode.{key}: has no meaning with method {name!r}; {_remedy(key, method.keys)}")
+            raise ValueError(f"decode.{key}: has no meaning with method {name!r}; {_remedy(key, tuple(method.keys))}")
+    checked = {}
     for key, value in given.items():
-        if key == "speedup" and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(f"decode.speedup: expected a number, got {value!r}")
-        if key != "speedup" and name != "layers" and not _is_whole(value):
-            is_list = key == "layers" and isinstance(value, list | tuple)
-            hint = "; give decode.method=layers for a list" if is_list else ""
-            raise ValueError(f"decode.{key}: expected a whole number, got {value!r}{hint}")
-    return method.make(given, num_layers, max_new_tokens)
+        check: Check = method.keys.get(key, _number)
+        checked[key] = check(f"decode.{key}", value)
+    return method.make(checked, num_layers, max_new_tokens)
 
 
 def _remedy(key: str, allowed: Sequence[str]) -> str:
@@ -142,7 +143,25 @@ def _unified(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Sch
 def _chosen(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:
     if "layers" not in given:
         raise ValueError("decode.layers: method 'layers' needs the list of the layers to run")
-    return ChosenLayers(num_layers, _layer_numbers("decode.layers", given["layers"]))
+    return ChosenLayers(num_layers, given["layers"])
+
+
+def _number(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{key}: expected a number, got {value!r}")
+    return value
+
+
+def _whole(key: str, value: Any) -> int:
+    if not _is_whole(value):
+        raise ValueError(f"{key}: expected a whole number, got {value!r}")
+    return int(value)
+
+
+def _layer_count(key: str, value: Any) -> int:
+    if isinstance(value, list | tuple):
+        raise ValueError(f"{key}: expected a whole number, got {value!r}; give decode.method=layers for a list")
+    return _whole(key, value)
 
 
 def _layer_numbers(key: str, value: Any) -> tuple[int, ...]:
@@ -177,19 +196,22 @@ def _decreasing(cls: type[SkipDecode], given: dict[str, Any], num_layers: int, m
 class Method(NamedTuple):
     """A value of `decode.method`."""
 
-    keys: tuple[str, ...]
-    """The keys of the `decode:` mapping that belong to it."""
+    keys: Mapping[str, Check]
+    """The keys of the `decode:` mapping that belong to it, each with the check of its value."""
     make: Callable[[dict[str, Any], int, int], Schedule]
     """Makes the schedule from the given keys, the number of layers and max_new_tokens."""
+    is_nested: bool = True
+    """True if a deeper plan includes the layers of a shallower one, so that training covers a plan that includes the
+    trained layers; otherwise training covers a plan with at least as many layers."""
 
 
-_DECREASING_KEYS = ("speedup", "max_layers", "min_layers", "warmup_layers", "horizon")
-METHODS = {
-    "full": Method((), _full),
-    "skipdecode": Method(_DECREASING_KEYS, partial(_decreasing, SkipDecode)),
+_DECREASING_KEYS: dict[str, Check] = {"speedup": _number, "max_layers": _whole, "min_layers": _whole, "horizon": _whole}
+METHODS: dict[str, Method] = {
+    "full": Method({}, _full),
+    "skipdecode": Method({**_DECREASING_KEYS, "warmup_layers": _whole}, partial(_decreasing, SkipDecode)),
     "early_exit": Method(_DECREASING_KEYS, partial(_decreasing, EarlyExit)),
-    "unified": Method(("layers",), _unified),
-    "layers": Method(("layers",), _chosen),
+    "unified": Method({"layers": _layer_count}, _unified, is_nested=False),
+    "layers": Method({"layers": _layer_numbers}, _chosen),
 }
 """Every schedule that `decode.method` may name; a new one is added here."""
 
@@ -237,11 +259,8 @@ def _with_ffn_skip(base: Schedule, skip: Any) -> Schedule:
     given = complete_ffn_skip(skip)
     mode = given.pop("mode")
     for key in given.keys() - {"layers"}:
-        if key == "threshold":
-            if not isinstance(given[key], int | float):
-                raise ValueError(f"decode.ffn_skip.{key}: expected a number, got {given[key]!r}")
-        elif not _is_whole(given[key]):
-            raise ValueError(f"decode.ffn_skip.{key}: expected a whole number, got {given[key]!r}")
+        check = _number if key == "threshold" else _whole
+        check(f"decode.ffn_skip.{key}", given[key])
     if "layers" in given:
         given["layers"] = _layer_numbers("decode.ffn_skip.layers", given["layers"])
     return FFN_SKIP_MODES[mode].schedule(base=base, **given)

@@ -46,9 +46,8 @@ class LayerRanges:
         attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
         last_token_at = None
         if is_prompt and not deferred_ffns:
-            upper = (
-                [] if plan.swiftkv_from is None else [i for i in plan.layers if i >= plan.swiftkv_from and plan.attn[i]]
-            )
+            first = len(plan.attn) if plan.swiftkv_from is None else plan.swiftkv_from
+            upper = [i for i in plan.layers if i >= first and plan.attn[i]]
             last_token_at = min(upper) if upper else max(plan.layers, default=None)
         return cls(attn, ffn, deferred_ffns, plan.swiftkv_from, last_token_at=last_token_at)
 
@@ -115,9 +114,8 @@ def _ranges_from_starts(
 ) -> LayerRanges:
     """`starts`: the first row for each end. Cached with its groups, which take too long for a step of a small model."""
     runs: dict[int, Range] = {end: None if at == num_rows else slice(at, None) if at else ALL for end, at in starts}
-    return LayerRanges(
-        tuple(runs[end] for end in attn_ends), tuple(runs[end] for end in ffn_ends), swiftkv_from=swiftkv_from
-    )
+    attn, ffn = (tuple(runs[end] for end in ends) for ends in (attn_ends, ffn_ends))
+    return LayerRanges(attn, ffn, swiftkv_from=swiftkv_from)
 
 
 @lru_cache(maxsize=256)

@@ -48,8 +48,8 @@ def _plan(layers: tuple[int, ...], num_layers: int) -> LayerPlan:
 
 
 @dataclass(frozen=True)
-class FullDepth:
-    """Every layer, always."""
+class LayerSchedule:
+    """Base of the schedules that skip whole layers of generated tokens: the prompt runs all layers."""
 
     num_layers: int
 
@@ -64,12 +64,17 @@ class FullDepth:
     def prefill(self) -> LayerPlan:
         return _plan(tuple(range(self.num_layers)), self.num_layers)
 
+
+@dataclass(frozen=True)
+class FullDepth(LayerSchedule):
+    """Every layer, always."""
+
     def step(self, k: int) -> LayerPlan:
         return self.prefill()
 
 
 @dataclass(frozen=True)
-class SkipDecode(FullDepth):
+class SkipDecode(LayerSchedule):
     """Depth falls linearly from max_layers to min_layers over `horizon` steps.
 
     The first `warmup_layers` always run; the rest of the budget is spent on the top of the network.
@@ -104,14 +109,15 @@ class SkipDecode(FullDepth):
 
 @dataclass(frozen=True)
 class EarlyExit(SkipDecode):
-    """The budget of SkipDecode spent on the lowest layers, followed by final norm and head."""
+    """The budget of SkipDecode spent on the lowest layers, followed by final norm and head; `warmup_layers` changes
+    nothing."""
 
     def step(self, k: int) -> LayerPlan:
         return _plan(tuple(range(self.budget(k))), self.num_layers)
 
 
 @dataclass(frozen=True)
-class Unified(FullDepth):
+class Unified(LayerSchedule):
     """`layers` evenly spaced layers, first and last among them, for every generated token."""
 
     layers: int
@@ -126,7 +132,7 @@ class Unified(FullDepth):
 
 
 @dataclass(frozen=True)
-class ChosenLayers(FullDepth):
+class ChosenLayers(LayerSchedule):
     """A fixed set of layers for every generated token, e.g. the draft layers found by `calibrate`."""
 
     layers: tuple[int, ...]

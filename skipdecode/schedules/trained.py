@@ -9,7 +9,7 @@ from typing import Any
 
 from skipdecode.config.json_files import check_mapping, check_mappings, read_json
 from skipdecode.config.model import DecoderConfig
-from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.from_config import METHODS, make_schedule
 from skipdecode.schedules.layer_plan import LayerPlan
 
 SCHEDULE_FILE, TRAINED_FILE = "skip_decode.json", "trained_schedules.json"
@@ -34,7 +34,7 @@ def why_untuned(config: DecoderConfig, method: str, asked: LayerPlan) -> str | N
     was, or if nothing is skipped.
 
     `asked`: the plan of the last token under a schedule of that `method`. It must include the layers that the last
-    token ran in training (for `unified`, at least as many). Without a list of trained schedules, only the method
+    token ran in training, or as many where sets are not nested (`Method.is_nested`). Without a list of trained schedules, only the method
     counts. Entries that this model cannot run are ignored.
     """
     known, is_listed = config.trained_schedules, config.trained_schedules is not None
@@ -61,10 +61,10 @@ def why_untuned(config: DecoderConfig, method: str, asked: LayerPlan) -> str | N
 
 
 def _includes(asked: LayerPlan, trained: LayerPlan, method: str) -> bool:
-    """True if `asked` includes the layers of `trained`; evenly spaced sets never include each other and are counted."""
-    if method == "unified":
-        return asked.num_layers_run >= trained.num_layers_run
-    return set(asked.layers) >= set(trained.layers)
+    """True if training under the plan `trained` covers the plan `asked` (`Method.is_nested`)."""
+    if METHODS[method].is_nested:
+        return set(asked.layers) >= set(trained.layers)
+    return asked.num_layers_run >= trained.num_layers_run
 
 
 def _last_plan(decode: Mapping[str, Any], config: DecoderConfig) -> LayerPlan | None:

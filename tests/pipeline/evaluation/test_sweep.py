@@ -137,7 +137,7 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_new_method_is_named_with_the_values_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "alternate", Method(("stride", "offset"), METHODS["full"].make))
+    monkeypatch.setitem(METHODS, "alternate", Method({"stride": int, "offset": int}, METHODS["full"].make))
     assert schedule_name({"method": "alternate", "stride": 3, "offset": None}) == "alternate 3"
 
 

@@ -253,6 +253,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_layers": 8, "min_layers": 0}, ["min_layers=0"]),
     ({"max_layers": 8, "min_layers": 4, "warmup_layers": 5}, ["warmup_layers=5"]),
     ({"max_layers": 8, "min_layers": 4, "warmup_layers": 0}, ["warmup_layers=0"]),
+    (
+        {"method": "early_exit", "max_layers": 8, "min_layers": 4, "warmup_layers": 2},
+        ["decode.warmup_layers", "early_exit", "decode.method=skipdecode"],
+    ),
     ({"speedup": 2, "horizon": 0}, ["decode.horizon", "0"]),
     ({"speedup": 2, "colour": 1}, ["decode.colour"]),
     ({"max_layers": 8.5, "min_layers": 4}, ["max_layers", "8.5"]),
