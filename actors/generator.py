@@ -47,11 +47,11 @@ from skipdecode.speculative.latency_model import LatencyModel
 
 logger = logging.getLogger(__name__)
 
-DRAFT_HORIZON = 64  # new tokens that a schedule without a horizon drafts for, which is also the default of training
+DRAFT_HORIZON = 64  # horizon of draft schedules that set none, which is also the default of training
 MAX_CAPTURED_STEPS = 4096  # decode steps whose plans are captured as graphs: every depth comes up within them
 DRAFTS_NEED_SAME_BITS = (
-    "rows that get several tokens at a time have no fixed batch shapes, so under sampling.deterministic they need the "
-    "CPU kernels, which give a token the same bits in any shape"
+    "speculative rows have no fixed batch shape, so deterministic mode needs the CPU kernels, whose results do not "
+    "depend on the shape"
 )
 
 
@@ -115,7 +115,8 @@ class Generator:
         self.full = FullDepth(self.model.config.num_hidden_layers)
         self.ceilings: Ceilings | None = None
         self._controllers: dict[Lossless, SpeculationController] = {}
-        self._vocabulary = DraftVocabulary(self.model.config.vocab_size)  # one, since the model keeps one head for it
+        self._vocabulary = DraftVocabulary(self.model.config.vocab_size)
+        """Shared by all controllers: the model holds a single draft head."""
         self._measure_ceilings()
         self.memory = MemoryBudget(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
         self.graphs = self._make_graphs()
@@ -157,8 +158,8 @@ class Generator:
     def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
         """Answers every request; one that cannot be decoded is a `RowFailure`, never an exception.
 
-        A share of the batches is also decoded at full depth. `may_measure=False` excludes rows that are not a fair
-        sample, such as a stolen part of another worker's window, from that share.
+        A share of the batches is also decoded at full depth. `may_measure=False` excludes rows that would bias the
+        sample, such as stolen ones, from that share.
         """
         answers: dict[int, Answer] = {}
         result = WindowResult([])
@@ -283,8 +284,8 @@ class Generator:
     ) -> list[Completion]:
         """Decodes the batch, at full depth too if the sample says so, and appends a record of what it cost."""
         started_at = time.time()
-        counts = may_measure and not is_scored_alone(chosen[0])
-        is_paired = counts and self._sample.is_due(self.config.baseline_fraction) and schedule != self.full
+        counts_as_sample = may_measure and not is_scored_alone(chosen[0])
+        is_paired = counts_as_sample and self._sample.is_due(self.config.baseline_fraction) and schedule != self.full
         full: BatchResult | None = None
         full_error = None
         if is_paired and self._sample.is_full_first:
@@ -311,7 +312,7 @@ class Generator:
                 in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
         records.append(record)
-        self._sample = self._sample.after(chosen[0].id, counts=counts, is_pair=full is not None)
+        self._sample = self._sample.after(chosen[0].id, counts_as_sample=counts_as_sample, is_pair=full is not None)
         return completions
 
     def _run_at_full_depth(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
@@ -363,7 +364,7 @@ class Generator:
             self.ceilings = measure_ceilings(str(self.device), dtype_name(self.dtype))
 
     def _make_graphs(self) -> CudaGraphs | None:
-        """Takes what is left of the memory share for the caches of captured steps; None if steps are not captured."""
+        """CUDA graphs of decode steps, whose pool then uses all of `memory_share`; None if steps are not captured."""
         config = self.config
         is_lossless = bool(config.decode.get("lossless"))  # allocates its caches itself
         if not config.has_graphs or is_lossless or len(self.devices) > 1 or not graphs_serve(self.model):

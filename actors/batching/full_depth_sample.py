@@ -48,9 +48,11 @@ class FullDepthSample:
         """True if the next pair decodes at full depth first. The order alternates, so that drift cancels out."""
         return self.pairs % 2 == 1
 
-    def after(self, row: str, *, counts: bool, is_pair: bool) -> "FullDepthSample":
+    def after(self, row: str, *, counts_as_sample: bool, is_pair: bool) -> "FullDepthSample":
         """The state after one more batch, where `row` is the id of one of its rows."""
-        return FullDepthSample(self.batches + 1, self.counted + counts, self.pairs + is_pair, self.first_row or row)
+        return FullDepthSample(
+            self.batches + 1, self.counted + counts_as_sample, self.pairs + is_pair, self.first_row or row
+        )
 
 
 def paired_batches(batches: int, fraction: float) -> int:

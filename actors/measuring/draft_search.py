@@ -1,9 +1,11 @@
 """Which layers draft best for a model at full depth: a search on texts that it wrote, by acceptance and roofline cost.
 
-Tried are the schedules that have names, and sets of layers: from all layers, the one whose loss costs the least
-acceptance is removed, again and again. One half of the texts chooses, and the other half says what the best are worth,
-since whatever was chosen for its figures looks better by them than it is. No passes are timed: how fast drafts are on a
-machine is for the run to find out (`skipdecode.speculative.controller`). No Ray, no files.
+The candidates are fixed here, whatever schedules exist: what the checkpoint was tuned for, the presets and constant
+depths of SkipDecode and early exit, evenly spaced layers (`named_decodes`), and sets of layers: from all layers, the
+one whose loss costs the least acceptance is removed, again and again. One half of the texts chooses, and the other half
+says what the best are worth, since whatever was chosen for its figures looks better by them than it is. No passes are
+timed: how fast drafts are on a machine is for the run to find out (`skipdecode.speculative.controller`). No Ray, no
+files.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """A static batch: rows that start together and therefore share steps and plans; prefill, then one step at a time.
 
-The host decides plans and which rows have ended; the device runs. The host reads tokens every `check_every` steps and
-cuts what a row has generated past its end, so that reading late is exact. `generate` runs one batch to its end; a
-server alternates between several. The caller chooses the rows.
+The host decides plans and which rows have ended; the device runs. The host reads tokens every `check_every` steps.
+Tokens generated after a row's end are discarded, so reading late never changes the output. `generate` runs one batch to
+its end; a server alternates between several. The caller chooses the rows.
 
 B rows, P prompt columns, N new tokens, V vocabulary.
 """
@@ -86,14 +86,14 @@ class StaticBatch:
         ids = [r.id for r in requests] + [""] * empty
         samplings = [r.sampling for r in requests] + [Sampling()] * empty
         self._sampler = Sampler(ids, samplings, self.num_new, device)
-        gather = device.type == "cpu" and not is_fixed  # on GPUs it would wait for the device
+        gather = device.type == "cpu" and not is_fixed  # gathering needs a host sync on GPUs
         self._ffns = ffn_executor(schedule, num_rows, device, gather=gather)
 
-        # output: generated tokens [B] that are not yet sent to the host, and those on their way
+        # output. `_made`: tokens [B] of the steps not yet sent to the host; `_output`: copies in flight
         self._num_made, self._made = 0, list[Tensor]()
-        self._live = list(range(len(self.rows)))  # batch row -> index into `rows`; padding rows follow
+        self._batch_rows = list(range(len(self.rows)))  # batch row -> index into `rows`; padding rows follow
         self._logprobs = LogprobRecorder(self.rows, device)
-        self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(device)  # of these rows
+        self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(device)
         self._max_pending = MAX_PENDING[device.type] if max_pending is None else max_pending
         self.stats = BatchStats(
             rows=len(self.rows),
@@ -118,9 +118,9 @@ class StaticBatch:
     def prefill(self) -> None:
         """Feeds the prompts and generates y_0."""
         start = synchronized_time(self.model.device)
-        made = self._feed(self.schedule.prefill(), return_argmax=self._needs_argmax_only)
+        output = self._feed(self.schedule.prefill(), return_argmax=self._needs_argmax_only)
         del self._feed  # releases the prompts, and prefixes that have been copied
-        self._choose(made)
+        self._choose(output)
         self.stats.prefill_s += synchronized_time(self.model.device) - start
         self._read_output_if_due()
 
@@ -135,13 +135,13 @@ class StaticBatch:
         stats.batch_rows.append(len(newest))
         ffns.start(plan, k)
         if self._graphs is not None:
-            made = self._graphs(newest, cache, plan, ffns, return_argmax=self._needs_argmax_only)
+            output = self._graphs(newest, cache, plan, ffns, return_argmax=self._needs_argmax_only)
         else:
             positions = cache.next_positions[:, None]  # [B, 1]
             if self._longest + k > (last := self.model.config.max_position_embeddings - 1):
                 positions = positions.clamp(max=last)  # only ended rows get that far
-            made = self.model(newest[:, None], positions, cache, plan, ffns, return_argmax=self._needs_argmax_only)
-        self._choose(made)
+            output = self.model(newest[:, None], positions, cache, plan, ffns, return_argmax=self._needs_argmax_only)
+        self._choose(output)
         stats.deferred_ffn_rows.append(ffns.rows_run)
         self._read_output_if_due()
 
@@ -150,21 +150,21 @@ class StaticBatch:
         """True if of the logits only the most likely token is wanted."""
         return self._sampler.is_greedy and not self._logprobs.is_asked
 
-    def _choose(self, made: Tensor) -> None:
-        """Chooses the next token of every row from logits [B, V]; `made` is those tokens [B] if
+    def _choose(self, output: Tensor) -> None:
+        """Chooses the next token of every row. `output`: logits [B, V], or already the argmax [B] if
         `_needs_argmax_only`."""
-        self._newest = made if self._needs_argmax_only else self._sampler(made, self._num_made)  # [B]
+        self._newest = output if self._needs_argmax_only else self._sampler(output, self._num_made)  # [B]
         self._made.append(self._newest)
         self._num_made += 1
         if self._logprobs.is_asked:
-            self._logprobs.see(made, self._newest)
+            self._logprobs.see(output, self._newest)
 
     def _read_output_if_due(self) -> None:
         is_last = self._num_made == self.num_new
         if len(self._made) == self.check_every or is_last:
             asking, seen = self._logprobs.take()
             made = self._made[0][:, None] if len(self._made) == 1 else torch.stack(self._made, dim=1)
-            self._output.send([made, *seen], (self._live, asking))
+            self._output.send([made, *seen], (self._batch_rows, asking))
             self._made = []
         # The first tokens are read at once; counts of feed-forward blocks are not copied asynchronously.
         is_eager = is_last or self._num_made == 1 or self._ffns.has_counts
@@ -174,31 +174,31 @@ class StaticBatch:
     def _read_output(self) -> None:
         """Gives the oldest pending tokens to their rows; drops ended rows once enough have ended."""
         rows = self.rows
-        (tokens, *seen), (live, asking) = self._output.take()  # [B, n]
+        (tokens, *seen), (batch_rows, asking) = self._output.take()  # [B, n]
         give(asking, seen)
         if self._ffns.has_counts:
-            for index, ran in zip(live, self._ffns.history(), strict=False):
+            for index, ran in zip(batch_rows, self._ffns.history(), strict=False):
                 rows[index].ffns += ran
-        for index, new in zip(live, tokens.tolist(), strict=False):
+        for index, new in zip(batch_rows, tokens.tolist(), strict=False):
             row = rows[index]
             if row.is_running:
                 row.take(new, self.model.config.eos_token_ids, self._decode_text)
-        live, size = self._live, len(self._newest)
-        running = [at for at, index in enumerate(live) if rows[index].is_running]
+        batch_rows, size = self._batch_rows, len(self._newest)
+        running = [at for at, index in enumerate(batch_rows) if rows[index].is_running]
         kept = kept_rows(size, len(running), self.compact_at, self._graphs)
         if kept < size:
-            others = [at for at in range(len(live)) if not rows[live[at]].is_running]
+            others = [at for at, index in enumerate(batch_rows) if not rows[index].is_running]
             self._keep(sorted(running + others[: kept - len(running)]))
 
-    def _keep(self, running: list[int]) -> None:
-        """Drops all rows of the batch but `running`."""
-        keep = to_device(running, self.model.device)
+    def _keep(self, kept: list[int]) -> None:
+        """Drops all rows of the batch but `kept`, which may have ended."""
+        keep = to_device(kept, self.model.device)
         self._sampler.keep(keep)
         self._ffns.keep(keep)
-        self._live = [self._live[at] for at in running]
+        self._batch_rows = [self._batch_rows[at] for at in kept]
         runs = self.schedule.step(self._num_made - 1).attn  # no later step runs a layer that this one does not
-        self._newest, self._cache = self._newest[keep], self._cache.keep(running, runs)
-        self._logprobs.keep([self.rows[index] for index in self._live])
+        self._newest, self._cache = self._newest[keep], self._cache.keep(kept, runs)
+        self._logprobs.keep([self.rows[index] for index in self._batch_rows])
 
 
 def kept_rows(size: int, num_running: int, compact_at: float, graphs: CudaGraphs | None) -> int:

@@ -1,5 +1,8 @@
 """How a batch runs its feed-forward blocks: for all rows, or only for the rows that need them (FFN-SkipLLM).
 
+A plan's dynamic blocks run for some rows only, as decided on the device; all others are static and run for every row.
+Blocks are deferred if the executor must run them itself: the dynamic ones, and static ones whose states it records.
+
 The layer loop runs a block in one call with its layer's attention wherever it can. The blocks that an executor has
 `deferred` are left out of these calls and run by the executor, which may look at the hidden states.
 

@@ -34,8 +34,8 @@ def why_untuned(config: DecoderConfig, method: str, asked: LayerPlan) -> str | N
     was, or if nothing is skipped.
 
     `asked`: the plan of the last token under a schedule of that `method`. It must include the layers that the last
-    token ran in training, or as many where sets are not nested (`Method.is_nested`). Without a list of trained schedules, only the method
-    counts. Entries that this model cannot run are ignored.
+    token ran in training, or as many where layer sets are not nested (`Method.is_nested`). Without a list of trained
+    schedules, only the method counts. Entries that this model cannot run are ignored.
     """
     known, is_listed = config.trained_schedules, config.trained_schedules is not None
     if known is None and config.skip_decode is not None:

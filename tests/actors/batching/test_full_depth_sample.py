@@ -24,7 +24,7 @@ def pairs(batches: int, fraction: float, first_row: str = "") -> list[int]:
     for place in range(batches):
         is_pair = sample.is_due(fraction)
         found += [place] * is_pair
-        sample = sample.after("", counts=True, is_pair=is_pair)
+        sample = sample.after("", counts_as_sample=True, is_pair=is_pair)
     return found
 
 
@@ -55,7 +55,11 @@ def test_no_place_in_a_window_is_preferred(fraction: float, workers: int) -> Non
 
 
 def test_the_first_row_of_all_decides() -> None:
-    sample = FullDepthSample().after("a", counts=False, is_pair=False).after("b", counts=True, is_pair=True)
+    sample = (
+        FullDepthSample()
+        .after("a", counts_as_sample=False, is_pair=False)
+        .after("b", counts_as_sample=True, is_pair=True)
+    )
     assert (sample.batches, sample.counted, sample.pairs, sample.first_row) == (2, 1, 1, "a")
 
 
