@@ -122,7 +122,7 @@ def check_weights_fit(
     The message says how many GPUs would do. Meant to be called before the weights are loaded.
     """
     count, total = len(devices), min(DeviceMemory.of(device).total for device in devices)
-    least = Workload(prompt_tokens=1, new_tokens=1)
+    least = Workload(num_prompt_tokens=1, new_tokens=1)
     if rows_that_fit(config, FullDepth(config.num_hidden_layers), total, count, least, share, itemsize) > 0:
         return
     enough = gpus_needed(config, total, Workload(), max(share, MEMORY_SHARE), itemsize)

@@ -206,7 +206,7 @@ def bench_training(
     for _ in range(repeats):
         for name, schedule in named:
             times[name].append(step_s(schedule))
-    shape = {"rows": case.batch_size, "prompt_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
+    shape = {"rows": case.batch_size, "num_prompt_tokens": case.prompt_tokens, "new_tokens": case.new_tokens}
     flops = {name: training_flops(config, schedule, **shape) for name, schedule in named}
     return [
         {

@@ -26,7 +26,7 @@ def predicted(
         raise ConfigError("--prompt-tokens", f"{prompt_tokens} is below 1")
     work = Workload(prompt_tokens, new_tokens)
     longest = min(released(model).max_position_embeddings for model in MODELS)
-    if work.prompt_tokens + work.new_tokens > longest:
+    if work.num_prompt_tokens + work.new_tokens > longest:
         raise ConfigError(
             "sampling.max_new_tokens", f"{work.new_tokens} and {prompt_tokens} prompt tokens are above {longest}"
         )
@@ -34,7 +34,7 @@ def predicted(
     missing = sorted(set(MODELS) - {row.model for row in rows})
     log(f"{gpu.name}: predicted, not measured. {gpu.source}; {gpu.price_per_hour:g} $ an hour")
     log(
-        f"prompts of {work.prompt_tokens} tokens, {work.new_tokens} new tokens, bfloat16, with CUDA graphs; assumes "
+        f"prompts of {work.num_prompt_tokens} tokens, {work.new_tokens} new tokens, bfloat16, with CUDA graphs; assumes "
         f"{BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the FLOPS of the data sheet"
     )
     log(_line({column: column for column in COLUMNS}))
@@ -49,7 +49,7 @@ def predicted(
         "measured": False,
         "bandwidth_reached": BANDWIDTH_REACHED,
         "flops_reached": FLOPS_REACHED,
-        "prompt_tokens": work.prompt_tokens,
+        "prompt_tokens": work.num_prompt_tokens,
         "new_tokens": work.new_tokens,
         "predictions": [asdict(row) for row in rows],
         "do_not_fit": [*missing],

@@ -119,11 +119,11 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
     return (total_s + full_s * paired_batches(run_batches, shape.baseline_fraction) / run_batches) / num_rows
 
 
-def similar_answers(measured: Measured, prompt_tokens: int) -> list[int]:
+def similar_answers(measured: Measured, num_prompt_tokens: int) -> list[int]:
     """Tokens of the answers to the prompts whose length is nearest, SIMILAR or all that are as near: long prompts often
     have long answers, and a batch is of prompts of about one length."""
-    far = sorted(abs(prompt - prompt_tokens) for prompt, _ in measured.lengths)[:SIMILAR][-1]
-    return [new for prompt, new in measured.lengths if abs(prompt - prompt_tokens) <= far]
+    far = sorted(abs(prompt - num_prompt_tokens) for prompt, _ in measured.lengths)[:SIMILAR][-1]
+    return [new for prompt, new in measured.lengths if abs(prompt - num_prompt_tokens) <= far]
 
 
 def batch_s(

@@ -33,7 +33,7 @@ PROMPT_ROWS = 32
 
 @dataclass(frozen=True)
 class Workload:
-    prompt_tokens: int = 256
+    num_prompt_tokens: int = 256
     new_tokens: int = 512
 
 
@@ -84,7 +84,7 @@ def rows_that_fit(
     """Rows of a batch that fit beside the weights on `num_gpus` GPUs of `memory_bytes` each; 0 if none does. Only a
     single GPU uses CUDA graphs."""
     per_row = cache_bytes_per_row(
-        config, schedule, prompt_columns=work.prompt_tokens, num_new=work.new_tokens, itemsize=itemsize
+        config, schedule, prompt_columns=work.num_prompt_tokens, num_new=work.new_tokens, itemsize=itemsize
     )
     room = int(share * memory_bytes) * num_gpus - itemsize * num_weights(config)
     price = per_row + row_rounding(config, itemsize)
@@ -115,7 +115,7 @@ def predict(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload,
     most = rows_that_fit(config, schedule, gpu.memory_bytes, num_gpus, work)
     part = max(1, most // num_gpus)  # a GPU works on one part while the others work on theirs
     ceilings, steps = ceilings_of(gpu), work.new_tokens - 1
-    batch = BatchShape(work.prompt_tokens, [part] * steps, part)
+    batch = BatchShape(work.num_prompt_tokens, [part] * steps, part)
     prefill, decode = predict_s(config, schedule, ceilings, batch, itemsize=ITEMSIZE, in_graphs=True)
     # All parts take as long as one part alone would on one GPU: each GPU does its layers of one part at a time.
     tokens_per_s = num_gpus * part * work.new_tokens / (prefill + decode)
@@ -147,7 +147,7 @@ def step_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, 
     steps = range(0, work.new_tokens - 1, max(1, work.new_tokens // 16))
 
     def seconds(k: int) -> float:
-        context = work.prompt_tokens + k + 1
+        context = work.num_prompt_tokens + k + 1
         parts = plan_parts(config, schedule.step(k), rows=rows, new_columns=1, context=context, itemsize=ITEMSIZE)
         return sum(map(ceilings.seconds, parts))
 
@@ -156,6 +156,6 @@ def step_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, 
 
 def prompt_token_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload) -> float:
     """Seconds of one token of prompts, PROMPT_ROWS of which go through the model together."""
-    rows, n = PROMPT_ROWS, work.prompt_tokens
+    rows, n = PROMPT_ROWS, work.num_prompt_tokens
     parts = plan_parts(config, schedule.prefill(), rows=rows, new_columns=n, context=n, itemsize=ITEMSIZE)
     return sum(map(ceilings_of(gpu).seconds, parts)) / (rows * n)

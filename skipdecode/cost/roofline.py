@@ -218,7 +218,7 @@ def predict_s(
 
 
 def training_flops(
-    config: DecoderConfig, schedule: Schedule, *, rows: int, prompt_tokens: int, new_tokens: int
+    config: DecoderConfig, schedule: Schedule, *, rows: int, num_prompt_tokens: int, new_tokens: int
 ) -> float:
     """Forward and backward (twice) of one teacher-forced pass, as `skipdecode.training.loss` makes it.
 
@@ -227,8 +227,8 @@ def training_flops(
     """
     total, stop = head_cost(config, rows=rows * new_tokens, itemsize=4).flops, schedule.prefill().swiftkv_from
     for layer, steps in enumerate(steps_per_layer(schedule, new_tokens - 1)):
-        columns = steps + (prompt_tokens if stop is None or layer < stop else 1)
-        context = prompt_tokens + steps
+        columns = steps + (num_prompt_tokens if stop is None or layer < stop else 1)
+        context = num_prompt_tokens + steps
         total += attention_cost(config, rows=rows, new_columns=columns, context=context, itemsize=4).flops
         total += ffn_cost(config, tokens=rows * columns, itemsize=4).flops
     return 3 * total

@@ -208,13 +208,13 @@ def kv_sharing_map(schedule: Schedule, group_size: int) -> list[int]:
 
 
 def kv_capacities(
-    sharing_map: Sequence[int], schedule: Schedule, prompt_tokens: int, max_new_tokens: int
+    sharing_map: Sequence[int], schedule: Schedule, num_prompt_tokens: int, max_new_tokens: int
 ) -> dict[int, int]:
     """Positions of K/V by the layer that stores them: the prompt, and the steps that run it or a layer that shares its
     K/V."""
     capacities: dict[int, int] = {}
     for layer, steps in zip(sharing_map, steps_per_layer(schedule, max_new_tokens - 1), strict=True):
-        capacities[layer] = max(capacities.get(layer, 0), prompt_tokens + steps)
+        capacities[layer] = max(capacities.get(layer, 0), num_prompt_tokens + steps)
     return capacities
 
 

@@ -7,7 +7,7 @@ a draft as in a verification, so the tokens are those of full depth, greedy or s
 
 Verification writes keys and values of every token that it feeds. Cache entries after a row's last accepted token are
 stale until the next round overwrites them. Not here: how many tokens to draft (`controller`), passes and plain steps
-(`ragged_batch`), and running a batch to its end (`generate`).
+(`ragged_batch`), and running a batch to its end (`generate_lossless`).
 """
 
 from collections import Counter

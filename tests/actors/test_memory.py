@@ -159,7 +159,7 @@ def test_predicted_rows_are_those_of_a_worker(name: str, monkeypatch: pytest.Mon
         {"method": "skipdecode", "speedup": 2}, num_layers=config.num_hidden_layers, max_new_tokens=work.new_tokens
     )
     for schedule in (FullDepth(config.num_hidden_layers), fast):
-        rows = budget.rows({schedule: 1.0}, prompt_columns=work.prompt_tokens, num_new=work.new_tokens)
+        rows = budget.rows({schedule: 1.0}, prompt_columns=work.num_prompt_tokens, num_new=work.new_tokens)
         assert predict(config, schedule, gpu, work, count).rows == rows
 
 

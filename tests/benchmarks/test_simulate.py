@@ -37,7 +37,7 @@ def test_step_times_are_fitted_to_what_was_measured() -> None:
 
 def test_step_times_of_a_gpu_are_predicted() -> None:
     """OPT-1.3B on an H100: about 1 ms for the weights, and 512 columns of keys and values of each row; half at 2x."""
-    work = Workload(prompt_tokens=256, new_tokens=512)
+    work = Workload(num_prompt_tokens=256, new_tokens=512)
     full = StepTimes.of_gpu("h100", "opt-1.3b", "full", work)
     fast = StepTimes.of_gpu("h100", "opt-1.3b", "skipdecode 2", work)
     assert full.step_s == pytest.approx(1.05e-3, rel=0.1)

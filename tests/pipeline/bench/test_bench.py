@@ -76,7 +76,7 @@ def test_a_profile_adds_up_and_leaves_the_decoder_alone(
 
 def test_training_flops_by_hand() -> None:
     config = OPTConfig(vocab_size=50, hidden_size=8, num_hidden_layers=4, ffn_dim=16, num_attention_heads=2)
-    shape = {"rows": 3, "prompt_tokens": 5, "new_tokens": 4}
+    shape = {"rows": 3, "num_prompt_tokens": 5, "new_tokens": 4}
 
     def layer(columns: int) -> int:  # qkv and output 4 d^2, feed-forward 2 d f, scores and values 2 x columns x d
         return 2 * 3 * columns * (4 * 64 + 2 * 8 * 16) + 4 * 3 * columns * columns * 8
