@@ -34,8 +34,8 @@ def predicted(
     missing = sorted(set(MODELS) - {row.model for row in rows})
     log(f"{gpu.name}: predicted, not measured. {gpu.source}; {gpu.price_per_hour:g} $ an hour")
     log(
-        f"prompts of {work.num_prompt_tokens} tokens, {work.new_tokens} new tokens, bfloat16, with CUDA graphs; assumes "
-        f"{BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the FLOPS of the data sheet"
+        f"prompts of {work.num_prompt_tokens} tokens, {work.new_tokens} new tokens, bfloat16, with CUDA graphs; "
+        f"assumes {BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the FLOPS of the data sheet"
     )
     log(_line({column: column for column in COLUMNS}))
     for row in rows:
