@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from transformers import OPTForCausalLM
 from transformers.utils import logging as hf_logging
 
+from actors import generator
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.model.decoder import Decoder
 from tests.support.markers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
@@ -43,8 +44,11 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("tests", settings.get_profile("thorough"), max_examples=40)
+settings.register_profile("tests", settings.get_profile("thorough"), max_examples=25)
 settings.load_profile("tests")
+
+# Measuring what the machine can do takes a second, and a test run makes hundreds of generators.
+generator.measure_ceilings = cache(generator.measure_ceilings)
 
 
 @pytest.fixture(scope="session")

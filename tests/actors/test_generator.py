@@ -21,13 +21,14 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 from skipdecode.schedules.schedule import EarlyExit, SkipDecode
+from tests.support.examples import examples
 from tests.support.random_requests import BUCKETS, SKIP, one_by_one, random_requests
 from tests.support.schedules import decodes
 
 # Same rows, same order, same tokens
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     order=st.lists(st.integers(0, 29), max_size=30, unique=True),
     batch_size=st.integers(1, 9),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.arrow_cast import retyped, with_schema
+from tests.support.examples import examples
 
 TEXT = pa.string()
 LEAVES = [
@@ -65,7 +66,7 @@ def without_pairs(value: Any) -> Any:
     return [without_pairs(part) for part in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), types=st.recursive(st.sampled_from(LEAVES), nested, max_leaves=6))
 def test_values_stay_what_they_were(data: st.DataObject, types: tuple[pa.DataType, pa.DataType]) -> None:
     before, after = types

@@ -119,6 +119,7 @@ def test_no_baseline_at_full_depth_or_fraction_zero(build: Callable[..., Generat
         assert not any(key.startswith("full_") for record in records for key in record)
 
 
+@pytest.mark.slow
 def test_full_depth_under_another_name_is_no_pair(build: Callable[..., Generator]) -> None:
     records = build(decode={"speedup": 1}, baseline_fraction=1.0)(random_requests(5)).batches
     assert not any("full_decode_s" in record for record in records)
@@ -171,6 +172,7 @@ def test_parts_of_another_workers_window_are_not_measured(build: Callable[..., G
     assert own.batches[0]["batch"] == len(borrowed.batches), "batches are counted through"
 
 
+@pytest.mark.slow
 def test_the_first_pairs_are_not_those_of_the_shortest_prompts(build: Callable[..., Generator]) -> None:
     generator = build(baseline_fraction=0.1, batch_size=2, length_buckets=(32,))
     records = generator(random_requests(40)).batches
@@ -178,6 +180,7 @@ def test_the_first_pairs_are_not_those_of_the_shortest_prompts(build: Callable[.
     assert max(paired[:3]) >= 10, "in order of length these would have 5 at most"
 
 
+@pytest.mark.slow
 def test_nor_are_they_in_windows_of_two(build: Callable[..., Generator]) -> None:
     generator = build(baseline_fraction=1e-6, batch_size=2, length_buckets=(32,))
     windows = [generator(random_requests(4, seed=seed)).batches for seed in range(3)]

@@ -10,6 +10,7 @@ from actors.serving.text_stream import TextStream
 from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, StopStringSearch, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.model.decoder import Decoder
+from tests.support.examples import examples
 from tests.support.tiny_models import VOCAB
 
 
@@ -17,7 +18,7 @@ def streamed(stream: TextStream, tokens: Sequence[int]) -> list[str]:
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     tokens=st.lists(st.integers(0, VOCAB - 1), max_size=40),
     stop=st.lists(st.text(st.sampled_from("aeno é🙂"), min_size=1, max_size=4), max_size=3),
@@ -29,7 +30,7 @@ def test_joined_it_is_the_text(loaded: Decoder, tiny_checkpoint: Path, tokens: l
     assert "".join(parts) == cut_at_stop(decode(tokens), stop)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(text=st.text(st.sampled_from("ab é🙂東\n"), max_size=20), stop=st.text(st.sampled_from("ab🙂"), min_size=1))
 def test_no_half_characters_and_no_stop_strings(loaded: Decoder, tiny_checkpoint: Path, text: str, stop: str) -> None:
     tokenizer = Tokenizer(tiny_checkpoint, loaded.config)
@@ -48,7 +49,7 @@ def test_text_comes_at_once_where_it_can(loaded: Decoder, tiny_checkpoint: Path)
     assert "🙂" in parts
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_bytes_that_are_no_characters_cost_no_more_the_longer_they_go_on(
     loaded: Decoder, tiny_checkpoint: Path, data: st.DataObject

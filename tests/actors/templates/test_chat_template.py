@@ -24,6 +24,7 @@ from actors.templates.sandbox import TemplateRaised
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import FAMILIES
 from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
+from tests.support.examples import examples
 from tests.support.family_tokenizers import NASTY, byte_level, sentencepiece, template, write_folder
 from tests.support.gguf_models import Writer, add_byte_level
 
@@ -116,7 +117,7 @@ def test_prompts_are_those_of_transformers(folder: Callable[[str], Path], kind: 
     assert num_refused == {"gemma": 2}.get(kind, 0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_conversation_is_that_of_transformers(both: Callable[[str], Any], data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(TEMPLATES)))
@@ -288,7 +289,7 @@ def test_a_message_of_a_wrong_shape_is_named(messages: Any, field: str, reason: 
     assert str(error) == f"{field} {error.reason}"
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),

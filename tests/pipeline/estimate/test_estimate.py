@@ -74,7 +74,7 @@ def test_time_follows_the_cost_model_at_the_measured_level(generator: Generator)
     assert times[0] < times[1]
 
 
-@pytest.mark.parametrize("max_new_tokens", [0, 2])
+@pytest.mark.parametrize("max_new_tokens", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_scores_of_prompts_have_a_price(generator: Generator, max_new_tokens: int) -> None:
     sampling = replace(FIXED, max_new_tokens=max_new_tokens, prompt_logprobs=True)
     scored = [Request(f"r{i}", [5] * 30, sampling, None, True) for i in range(64)]
@@ -86,6 +86,7 @@ def test_scores_of_prompts_have_a_price(generator: Generator, max_new_tokens: in
         assert scored_s > 1.2 * seconds_per_row(generator, plain, measure(generator, plain), own)
 
 
+@pytest.mark.slow
 def test_prompts_that_are_scored_alone_take_no_turn_at_full_depth(generator: Generator) -> None:
     sampling = replace(FIXED, max_new_tokens=0, prompt_logprobs=True)
     scored = [Request(f"r{i}", [5] * 30, sampling, None, True) for i in range(64)]
@@ -110,6 +111,7 @@ def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
     assert seconds_per_row(sharing, rows, measured, shape()) < seconds_per_row(alone, rows, measured, shape())
 
 
+@pytest.mark.slow
 def test_rows_that_have_ended_are_priced_while_they_are_carried(tiny_checkpoint: Path) -> None:
     config = GeneratorConfig(str(tiny_checkpoint), {"method": "full"}, dtype="float32", device="cpu")
     new = [2, 3, 3, 5, 9, 12, 12, 17, 20, 20]
@@ -125,6 +127,7 @@ def test_rows_that_have_ended_are_priced_while_they_are_carried(tiny_checkpoint:
             assert sum(by_step) > sum(count - 1 for count in new)
 
 
+@pytest.mark.slow
 def test_answers_are_drawn_from_those_to_prompts_of_about_that_length(generator: Generator) -> None:
     measured = replace(measure(generator, requests(8)), lengths=[(length, length * 2) for length in range(10, 74)])
     assert sorted(similar_answers(measured, 40)) == [2 * length for length in range(36, 45)], "36 and 44 are as near"

@@ -54,7 +54,7 @@ def idle_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.parametrize("base", [FULL, Unified(L, 4)], ids=["full", "unified"])
+@pytest.mark.parametrize("base", [FULL, pytest.param(Unified(L, 4), marks=pytest.mark.slow)], ids=["full", "unified"])
 def test_share_loss_and_match_are_those_of_the_naive_decoder(
     tiny_checkpoint: Path, hf: Callable[[Path], OPTForCausalLM], loaded: Decoder, base: Schedule
 ) -> None:
@@ -131,8 +131,8 @@ def test_blocks_that_do_nothing_are_found(idle_checkpoint: Path) -> None:
     assert rule.divergence == pytest.approx(0.0, abs=1e-6), "a token flips at layer 2 and skips layer 3"
 
 
-@pytest.mark.parametrize("base", [FULL, Unified(L, 4)], ids=["full", "unified"])
-@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.7])
+@pytest.mark.parametrize("base", [FULL, pytest.param(Unified(L, 4), marks=pytest.mark.slow)], ids=["full", "unified"])
+@pytest.mark.parametrize("share", [0.2, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.01, 0.5, 0.7))])
 def test_a_share_that_no_whole_number_of_layers_has(loaded: Decoder, base: Schedule, share: float) -> None:
     """The nearest is taken, and only layers that the schedule beneath runs are in it."""
     sample = sample_of(loaded, base)

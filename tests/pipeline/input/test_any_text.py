@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.input_helpers import column, read_rows, read_table, write, write_jsonl, write_parquet
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -53,7 +54,9 @@ NAUGHTY += [
     "</s>",
     "';--",
 ]
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @SETTINGS

@@ -18,6 +18,7 @@ from pipeline.input.line_reader import BLOCK_BYTES
 from pipeline.input.read import read_file, read_rest
 from pipeline.input.scan import scan_file
 from pipeline.schema import RESERVED_COLUMNS, SOURCE_SCHEMA
+from tests.support.examples import examples
 from tests.support.input_helpers import make_config, make_plan, read_rows, refuse, write, write_jsonl, write_parquet
 from tests.support.saved_datasets import write_stream
 
@@ -56,7 +57,7 @@ def test_ids_are_those_of_the_contract_and_never_meet_where_documents_do_not(
     rows_per_block=st.integers(1, 50),
     data=st.data(),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_blocks_hold_every_row_once_in_order(
     counts: list[int], names: list[str], rows_per_block: int, data: st.DataObject
 ) -> None:

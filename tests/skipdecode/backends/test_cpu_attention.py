@@ -18,6 +18,7 @@ from tests.support.cpu_backends import (
     product_dtype,
 )
 from tests.support.cpu_llama_layers import EPSILON, rms, rotary_table, rotate
+from tests.support.examples import examples
 
 __all__ = ["backend", "int8_backend", "kind", "product_dtype"]  # fixtures
 
@@ -114,7 +115,7 @@ def test_weights_far_apart_do_not_overflow(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     rows=st.integers(1, 9),
     heads=st.sampled_from([(2, 1), (3, 1), (6, 2), (8, 1), (9, 3), (10, 1), (34, 2), (3, 3)]),
@@ -197,7 +198,7 @@ def test_weights_of_grouped_heads_far_apart_do_not_overflow(backend: str) -> Non
     threads=st.integers(1, 3),
     turns=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_columns_are_columns(
     backend: str,

@@ -37,6 +37,7 @@ from skipdecode.schedules.schedule import (
     kv_sharing_map,
 )
 from tests.support.cpu_backends import Kind, backend, int8_backend, kind, nearest_int8
+from tests.support.examples import examples
 
 __all__ = ["backend", "int8_backend", "kind"]  # fixtures
 
@@ -54,7 +55,7 @@ def tokens_of(model: Decoder, lengths: list[int], num_new: int, schedule: Schedu
     return [c.tokens for c in generate(model, requests, schedule).completions]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     style=st.sampled_from(["125m", "350m", "1.3b"]),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9),

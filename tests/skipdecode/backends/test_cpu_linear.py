@@ -31,6 +31,7 @@ from tests.support.cpu_backends import (
     product_dtype,
 )
 from tests.support.cpu_llama_layers import assert_close
+from tests.support.examples import examples
 
 __all__ = ["backend", "int8_backend", "kind", "product_dtype"]  # fixtures
 
@@ -211,7 +212,7 @@ def test_whole_numbers_are_those_of_the_whole_weight() -> None:
     assert not packed.scales[len(weight) :].any()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     rows=st.integers(0, 70),
     steps=st.integers(1, 5),

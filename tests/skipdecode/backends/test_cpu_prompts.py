@@ -22,6 +22,7 @@ from skipdecode.schedules.layer_plan import LayerPlan
 from tests.support.cpu_backends import Kind, kind, num_threads, product_dtype, read_last, step_one
 from tests.support.cpu_layers import SHAPES, TOLERANCE, layers
 from tests.support.cpu_llama_layers import POSITIONS, REAL, LlamaLayer, Spec, assert_close, specs
+from tests.support.examples import examples
 
 __all__ = ["kind", "product_dtype"]  # fixtures
 
@@ -78,7 +79,7 @@ class Kept(ForcedView):
         return super().attend(layer, q, k, v)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     lengths=st.one_of(
         st.lists(st.integers(1, 40), min_size=1, max_size=12),
@@ -317,7 +318,7 @@ def check_prompts(layer: LlamaLayer, lengths: list[int], threads: int, *, feeds:
             assert_close(held, exact, layer.dtype)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     spec=specs(),
     lengths=st.lists(st.integers(1, POSITIONS + 20), min_size=1, max_size=6),

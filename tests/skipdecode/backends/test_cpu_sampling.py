@@ -9,6 +9,7 @@ from torch import Tensor
 
 from skipdecode.backends import cpu_kernels
 from tests.support.cpu_backends import DTYPES, backend, kind, num_threads, product_dtype
+from tests.support.examples import examples
 
 __all__ = ["backend", "kind", "product_dtype"]  # fixtures
 
@@ -40,7 +41,7 @@ def drawn(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.one_of(st.integers(1, 40), st.sampled_from([511, 512, 513, 1040, 5003])),

@@ -18,6 +18,7 @@ from tests.support.cpu_backends import Kind, kind, num_threads, product_dtype, s
 from tests.support.cpu_layers import SHAPES, TOLERANCE, layers
 from tests.support.cpu_llama_layers import POSITIONS, REAL, LlamaLayer, Norm, Spec, assert_close, rotary_table, specs
 from tests.support.cuda_models import random_model
+from tests.support.examples import examples
 
 __all__ = ["kind", "product_dtype"]  # fixtures
 
@@ -202,7 +203,7 @@ def check_step(
     assert_close(v, wanted_v, dtype)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     spec=specs(),
     rows=st.integers(1, 40),

@@ -18,6 +18,7 @@ from actors.serving.text_stream import TextStream
 from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, StopStringSearch, TextDecoder, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import config_of
+from tests.support.examples import examples
 from tests.support.family_tokenizers import NASTY, VOCAB, byte_level, sentencepiece, template, write_folder
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -108,7 +109,7 @@ def test_the_kinds_differ_in_what_they_do_with_spaces(pairs: Callable[[str], Pai
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_text_is_that_of_transformers_whole_and_as_it_comes(
     pairs: Callable[[str], Pair], kind: str, data: st.DataObject

@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from skipdecode.checkpoint import gguf_file
 from skipdecode.checkpoint.gguf_header import read_header
 from skipdecode.families import config_of
+from tests.support.examples import examples
 from tests.support.gguf_models import Writer, add_tensor, random_model, write_model
 
 SOME = ("F32", "Q4_0", "Q4_K")
@@ -228,7 +229,7 @@ def test_truncated_files_are_one_error(small: bytes, tmp_path: Path) -> None:
             gguf_file.read_config(path)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_damaged_files_are_at_most_one_error(
     small: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 from skipdecode.families.opt import OPTConfig
+from tests.support.examples import examples
 
 CONFIG = OPTConfig(vocab_size=320, hidden_size=16, num_attention_heads=2)
 TEXTS = [
@@ -81,7 +82,7 @@ def test_ids_are_those_of_transformers(
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=any_text)
 def test_round_trip_of_any_text(ours: Tokenizer, legacy: Tokenizer, text: str) -> None:
     (tokens,) = ours.encode([text])

@@ -30,6 +30,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, steps_per_layer
+from tests.support.examples import examples
 
 TINY = OPTConfig(vocab_size=10, hidden_size=4, num_hidden_layers=2, ffn_dim=8, num_attention_heads=2)
 
@@ -140,7 +141,7 @@ def test_speedup_tends_to_the_layer_ratio_when_layers_dominate(big_m: int, num_l
     assert 1 < ratio < 0.95 * num_layers / big_m
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     columns=st.integers(1, 40),
     num_new=st.integers(1, 30),

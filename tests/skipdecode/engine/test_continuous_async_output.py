@@ -20,6 +20,7 @@ from skipdecode.kv.slot_cache import SlotCache
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import Schedule, SkipDecode
+from tests.support.examples import examples
 from tests.support.naive import greedy, random_prompts
 from tests.support.schedules import SCHEDULES
 
@@ -71,7 +72,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return Request(name, prompt, sampling, draw(st.sampled_from([None, None, 0, 2])))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data(), schedule=st.sampled_from(list(SCHEDULES.values())), max_pending=st.integers(1, 3))
 def test_late_output_gives_the_same_rows(
     ending_checkpoint: Callable[[str], Path],

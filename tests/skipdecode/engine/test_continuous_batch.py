@@ -19,6 +19,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_ranges import layer_ends
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from tests.support.examples import examples
 from tests.support.naive import greedy, random_prompts
 from tests.support.schedules import SCHEDULES
 
@@ -64,7 +65,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return Request(name, prompt, sampling)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(data=st.data(), schedule=st.sampled_from(BASES))
 def test_random_arrivals_and_cancellations(
     ending_checkpoint: Callable[[str], Path], ours: Callable[[Path], Decoder], data: st.DataObject, schedule: Schedule
@@ -158,7 +159,7 @@ def test_memory_follows_the_rows(loaded: Decoder) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 @torch.inference_mode()
 def test_the_price_of_a_join_is_what_it_takes(loaded: Decoder, data: st.DataObject) -> None:

@@ -21,6 +21,7 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.schedule import ChosenLayers, EarlyExit, Schedule, SkipDecode, Unified
+from tests.support.examples import examples
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate
 from tests.support.naive import greedy, naive_decode, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES
@@ -137,7 +138,7 @@ def test_naive_decoder_is_hugging_face(checkpoint_factory: Factory, hf: LoadHF) 
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     schedule=schedules(),
     lengths=st.lists(st.integers(1, 10), min_size=1, max_size=5),
@@ -157,7 +158,7 @@ def test_decoding_is_one_teacher_forced_pass(
     assert forced.argmax(-1).tolist() == tokens_of(result)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data(), schedule=schedules())
 def test_a_row_does_not_depend_on_its_batch(
     ending_checkpoint: Callable[[str], Path], ours: Load, data: st.DataObject, schedule: Schedule
@@ -179,7 +180,7 @@ def test_a_row_does_not_depend_on_its_batch(
     assert both.completions == alone
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     schedule=schedules(),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
@@ -192,7 +193,7 @@ def test_cache_bytes_are_the_prefixes(loaded: Decoder, schedule: Schedule, lengt
     assert result.stats.cache_bytes == 2 * len(lengths) * heads * dim * 4 * sum(max(lengths) + n for n in steps)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(schedule=schedules(), num_new=st.integers(1, 20))
 def test_layers_run_are_the_budgets(
     ending_checkpoint: Callable[[str], Path], ours: Load, schedule: Schedule, num_new: int
@@ -306,7 +307,7 @@ def test_top_k_one_is_greedy(loaded: Decoder) -> None:
 # A constant budget: the same layers at every step
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(budget=st.integers(1, L), num_new=st.integers(2, 10))
 def test_constant_budget_is_the_naive_decoder_with_fixed_layers(
     loaded: Decoder, tiny_checkpoint: Path, hf: LoadHF, budget: int, num_new: int

@@ -16,6 +16,7 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import SkipDecode
+from tests.support.examples import examples
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
 
@@ -130,7 +131,7 @@ def test_stop_strings_end_a_row_at_the_first_token_that_completes_one(
                 assert c.layers_run == L * (len(c.tokens) - 1)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     text=st.text(st.sampled_from("ab é🙂東\n"), min_size=1, max_size=16),
     cuts=st.lists(st.tuples(st.integers(0, 15), st.integers(1, 4)), min_size=1, max_size=3),

@@ -21,6 +21,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.schedule import FullDepth
 from tests.support.cpu_backends import forced
+from tests.support.examples import examples
 from tests.support.forward import feed, left_pad
 from tests.support.graphs import cpu_as_cuda
 
@@ -90,7 +91,7 @@ def test_cached_steps_are_one_pass(
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(layers=st.sets(st.integers(0, 5), min_size=1))
 def test_a_plan_is_the_shortened_model(
     checkpoint_factory: Factory, ours: Load, hf: LoadHF, style: str, layers: set[int]
@@ -177,7 +178,7 @@ def test_bfloat16_stays_within_its_bound(checkpoint_factory: Factory, hf: LoadHF
     assert error(logits) < 1.5 * error(theirs)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6), extra=st.integers(0, 9))
 def test_padding_never_reaches_a_row(loaded: Decoder, lengths: list[int], extra: int) -> None:
     """A row alone, in any company, and behind any number of padding columns has the same logits."""

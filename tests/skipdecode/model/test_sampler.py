@@ -15,6 +15,7 @@ from skipdecode.backends.torch_sampling import draw, pick_by_sort
 from skipdecode.config.sampling import Sampling
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.sampler import Sampler, pick
+from tests.support.examples import examples
 
 LARGEST = 1.0 - 2.0**-24  # the largest float32 that `row_uniforms` can give
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def hf_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: floa
     return scores[0].double().softmax(-1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**31),
     vocab=st.integers(2, 40),

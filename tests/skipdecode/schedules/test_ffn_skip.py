@@ -25,6 +25,7 @@ from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logit
 from skipdecode.schedules.ffn_skip import FFNSkip, SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.schedule import FullDepth, Schedule, has_no_kv_holes
+from tests.support.examples import examples
 from tests.support.naive import FFNRule, greedy, naive_row, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES
 
@@ -85,7 +86,7 @@ def test_row_is_the_naive_decoder(
     assert len(sizes) > 1, "no row left a batch"
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     borders=st.tuples(st.integers(0, L), st.integers(0, L)).filter(lambda b: sum(b) <= L),
     threshold=st.floats(-1, 1) | st.floats(0.6, 1.0),
@@ -210,7 +211,7 @@ def test_similarity_is_of_the_state_before_and_after_not_of_the_block(tiny_check
     assert [c.ffns_run for c in result.completions] == [3 * 8, 3 * 8]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     base=st.sampled_from(list(SCHEDULES.values())),
     warmup=st.integers(0, 20),

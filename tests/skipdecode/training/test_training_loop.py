@@ -18,10 +18,11 @@ from skipdecode.engine.request import Request
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import FullDepth, SkipDecode
+from tests.support.examples import examples
 from tests.support.train_configs import make_config
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(count=st.integers(1, 300), size=st.integers(1, 40), seed=st.integers(0, 5))
 def test_batches_hold_every_pair_once(count: int, size: int, seed: int) -> None:
     pairs: list[Pair] = [([2] * (1 + i % 7), [i]) for i in range(count)]
@@ -63,7 +64,7 @@ def test_training_teaches_the_schedule(tmp_path: Path) -> None:
     assert again == pytest.approx(best["validation_loss"]["full"], abs=1e-6)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(rows=st.integers(1, 40), count=st.integers(1, 12))
 def test_parts_hold_every_row_once_and_none_is_empty(rows: int, count: int) -> None:
     """Every worker makes the same number of calls, however few rows there are."""
