@@ -308,7 +308,7 @@ class Generator:
                 self.ceilings,
                 itemsize=self.dtype.itemsize,
                 num_devices=len(self.devices),
-                sharing=self.cutter.shared_shape(batch, chosen, schedule),
+                shared_prefixes=self.cutter.shared_prefix_shape(batch, chosen, schedule),
                 in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
         records.append(record)

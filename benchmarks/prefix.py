@@ -116,7 +116,7 @@ class Worker:
 
     def _predicted(self, prompts: list[list[int]], sharing: PrefixSharing | None, batch_rows: list[int]) -> float:
         shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.supports_shared_prefix)
-        batch = BatchShape(max(map(len, prompts)), batch_rows, rows=len(prompts), sharing=shape)
+        batch = BatchShape(max(map(len, prompts)), batch_rows, rows=len(prompts), shared_prefixes=shape)
         return sum(predict_s(self.model.config, self.full, self.ceilings, batch, **self.sizes))
 
 

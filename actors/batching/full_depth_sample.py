@@ -92,7 +92,7 @@ def predicted(
     *,
     itemsize: int,
     num_devices: int,
-    sharing: SharedPrefixShape | None,
+    shared_prefixes: SharedPrefixShape | None,
     in_graphs: bool,
 ) -> dict[str, float]:
     """The seconds of a batch by the cost model, under its schedule and at full depth, by the names in its record."""
@@ -108,7 +108,7 @@ def predicted(
                 [-(-rows // parts) for rows in result.stats.batch_rows],
                 rows=-(-result.stats.rows // parts),
                 deferred_ffn_rows=result.stats.deferred_ffn_rows if chosen is schedule else None,
-                sharing=sharing,
+                shared_prefixes=shared_prefixes,
             ),
             itemsize=itemsize,
             weight_itemsize=model.weight_itemsize,

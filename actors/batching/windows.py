@@ -65,7 +65,9 @@ class WindowCutter:
         prompts = [request.prompt_tokens for request in requests]
         return shared_prefixes_of(prompts, self.prefill_costs(schedule), num_steps)
 
-    def shared_shape(self, batch: Batch, requests: Sequence[Request], schedule: Schedule) -> SharedPrefixShape | None:
+    def shared_prefix_shape(
+        self, batch: Batch, requests: Sequence[Request], schedule: Schedule
+    ) -> SharedPrefixShape | None:
         """What the rows of a batch share, for the cost model."""
         prompts = [request.prompt_tokens for request in requests]
         sharing = prefixes_in(batch, prompts)

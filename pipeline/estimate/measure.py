@@ -106,7 +106,7 @@ def predicted_s(
             max(len(request.prompt_tokens) for request in chosen),
             carried,
             rows=len(chosen),
-            sharing=generator.cutter.shared_shape(batch, chosen, own),
+            shared_prefixes=generator.cutter.shared_prefix_shape(batch, chosen, own),
         ),
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,

@@ -78,7 +78,7 @@ class BatchShape:
     """Prompts; None: as many as rows at step 0, which is too few where rows ended with their first token."""
     deferred_ffn_rows: Sequence[Sequence[int]] | None = None
     """By step, the rows of the feed-forward blocks that plans leave open (`BatchStats.deferred_ffn_rows`)."""
-    sharing: SharedPrefixShape | None = None
+    shared_prefixes: SharedPrefixShape | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -194,8 +194,8 @@ def predict_s(
     sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
     passes: Sequence[tuple[int, int, int]] = [(batch.num_prompts, batch.prompt_columns, batch.prompt_columns)]
     read_once = 0.0
-    if batch.sharing is not None:
-        passes, read_once = batch.sharing.passes, batch.sharing.columns_read_once / batch.num_prompts
+    if batch.shared_prefixes is not None:
+        passes, read_once = batch.shared_prefixes.passes, batch.shared_prefixes.columns_read_once / batch.num_prompts
     prefill = 0.0
     for rows, new_columns, context in passes:
         parts = plan_parts(config, schedule.prefill(), rows=rows, new_columns=new_columns, context=context, **sizes)
