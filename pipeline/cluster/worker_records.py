@@ -16,7 +16,7 @@ class BackendRecord(TypedDict):
 
 
 class WorkerRecord(TypedDict):
-    """One start of a worker (`report.records.WORKER_SCHEMA`)."""
+    """One start of a worker (`report.metrics_schemas.WORKER_SCHEMA`)."""
 
     host: str
     pid: int
@@ -28,7 +28,7 @@ class WorkerRecord(TypedDict):
 
 
 class WindowRecord(TypedDict):
-    """A part of a window that a worker took (`report.records.WINDOW_SCHEMA`); times in s since the epoch."""
+    """A part of a window that a worker took (`report.metrics_schemas.WINDOW_SCHEMA`); times in s since the epoch."""
 
     started_at: float
     ended_at: float
@@ -39,7 +39,7 @@ class WindowRecord(TypedDict):
 
 
 class BatchRecord(TypedDict):
-    """One decoded batch and what it cost (`report.records.BATCH_SCHEMA`)."""
+    """One decoded batch and what it cost (`report.metrics_schemas.BATCH_SCHEMA`)."""
 
     batch: int
     started_at: float

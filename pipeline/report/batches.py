@@ -90,7 +90,7 @@ class BatchTotals:
         return totals
 
     def add(self, table: pa.Table) -> None:
-        """`table`: COLUMNS of `records.BATCH_SCHEMA`, and maybe more."""
+        """`table`: COLUMNS of `metrics_schemas.BATCH_SCHEMA`, and maybe more."""
         for name in ALL:
             self.all[name] = _plus(self.all[name], table[name])
         self.columns = _plus(self.columns, pc.multiply(table["rows"], table["prompt_columns"]))

@@ -25,7 +25,7 @@ class DraftTotals:
     accepted_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def add(self, table: pa.Table) -> None:
-        """`table`: COLUMNS of `records.BATCH_SCHEMA`, and possibly more."""
+        """`table`: COLUMNS of `metrics_schemas.BATCH_SCHEMA`, and possibly more."""
         own = table.filter(pc.is_valid(table["drafted_at"]))
         self.num_batches += own.num_rows
         for name in self.sums:

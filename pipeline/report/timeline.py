@@ -60,7 +60,7 @@ class Throughput:
         self._made = np.zeros(NUM_BINS)
 
     def add(self, batches: pa.Table) -> None:
-        """`batches`: BATCH_COLUMNS of `records.BATCH_SCHEMA`, and maybe more."""
+        """`batches`: BATCH_COLUMNS of `metrics_schemas.BATCH_SCHEMA`, and maybe more."""
         started = batches["started_at"].to_numpy()
         took = sum(pc.fill_null(batches[part], 0.0).to_numpy() for part in SPAN_PARTS)
         start, end = self._clock.at(started), self._clock.at(started + took)
@@ -84,7 +84,7 @@ class Windows:
     ended_at: np.ndarray
     rows: np.ndarray
     window: np.ndarray
-    """The column `window` of `records.WINDOW_SCHEMA`; -1 where the file lacks it."""
+    """The column `window` of `metrics_schemas.WINDOW_SCHEMA`; -1 where the file lacks it."""
 
     @classmethod
     def of(cls, tables: Iterable[pa.Table]) -> "Windows":
