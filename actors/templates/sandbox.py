@@ -1,7 +1,7 @@
 """Jinja templates of checkpoints and users, rendered in Jinja's sandbox as `apply_chat_template` of transformers does.
 
-The sandbox keeps a template away from Python's internals, and the length of a rendered text is limited. Time and memory
-are not: a hostile template can burn both, here as in transformers and vLLM.
+The sandbox keeps a template away from Python's internals, and limits the length of a rendered text and the results of
+`*` and `**`. Time and memory as such are not limited: a hostile template can burn both, as in transformers and vLLM.
 """
 
 import json
@@ -26,6 +26,7 @@ from actors.templates.row_environment import NULL, RowEnvironment, constant_key,
 
 ROW = "row"  # the name under which a row template finds all columns
 MAX_TEXT_CHARS = 32 * 2**20
+MAX_INTEGER_BITS = 2**14  # more than 4300 digits, the longest integer that Python prints
 MAX_MESSAGE_CHARS = 300
 PLAIN = (str, int, float, bool, bytes, datetime, date, timedelta, time_of_day, Decimal)
 
@@ -186,8 +187,37 @@ def _random(environment: jinja2.Environment, values: Any) -> Any:
     return random.Random(repr(_current.get().values)).choice(values)
 
 
+def _multiply(left: Any, right: Any) -> Any:
+    for repeated, times in ((left, right), (right, left)):
+        if not isinstance(times, int):
+            continue
+        if isinstance(repeated, str | bytes | list | tuple) and len(repeated) * times > MAX_TEXT_CHARS:
+            raise TemplateError(f"repeats something to a length of more than {MAX_TEXT_CHARS}")
+        if isinstance(repeated, int):
+            _check_bits(repeated.bit_length() + times.bit_length())
+    return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits((left.bit_length() - 1) * right)
+    return left**right
+
+
+def _check_bits(at_least: int) -> None:
+    if at_least > MAX_INTEGER_BITS:
+        raise TemplateError(f"computes an integer of more than {MAX_INTEGER_BITS} bits")
+
+
 def _environment(kind: type[ImmutableSandboxedEnvironment]) -> ImmutableSandboxedEnvironment:
-    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment = kind(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # nothing is computed before it is rendered
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.intercepted_binops = frozenset({"*", "**"})
+    environment.binop_table |= {"*": _multiply, "**": _power}
     environment.filters |= {"tojson": _tojson, "random": _random}
     environment.globals |= {
         "raise_exception": _raise_exception,

@@ -1,6 +1,7 @@
 """Templates of strangers: the text is that of transformers; a strict one reads rows; Python is out of reach."""
 
 import pickle
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
@@ -212,6 +213,31 @@ def test_a_text_that_is_too_long_is_stopped_while_it_is_rendered(monkeypatch: py
     made = template.render_rows([{"text": "x" * 100, "last": 20}, {"text": "x" * 100, "last": 5}], now=NOW)
     assert str(made[0]) == "makes a text of more than 1000 characters"
     assert "ZeroDivisionError" in str(made[1])
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("'a' * 10**9", "a length of more than 33554432"),
+        ("(10**9 * text) | length", "a length of more than 33554432"),
+        ("([0, 1] * 10**8) | length", "a length of more than 33554432"),
+        ("10 ** (10**9) > 1", "an integer of more than 16384 bits"),
+        ("(10**4000 * 10**4000) > 1", "an integer of more than 16384 bits"),
+    ],
+)
+def test_what_would_be_too_large_is_not_computed(expression: str, problem: str, strict: bool) -> None:
+    started = time.process_time()
+    template = Template(f"{{% set x = {expression} %}}{{{{ x }}}}{{{{ {expression} }}}}", strict=strict)
+    with pytest.raises(TemplateError, match=problem):
+        template.render({"text": "abc"}, now=NOW)
+    assert time.process_time() - started < 1
+
+
+def test_multiplication_and_powers_are_those_of_python() -> None:
+    source = "{{ 2**10 * 3 }} {{ 2**-1 }} {{ 1.5 * 2 }} {{ 'ab' * n }} {{ [n] * 2 }} {{ (-1)**n }} {{ 1 ** (10**9) }}"
+    assert ours(source, {"n": 3}) == "3072 0.5 3.0 ababab [3, 3] -1 1"
 
 
 @pytest.mark.parametrize(
