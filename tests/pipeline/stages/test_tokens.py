@@ -54,7 +54,7 @@ def test_a_prompt_that_the_tokenizer_cannot_take_fails_alone(
     tokenizer = Tokenizer(config.source, config.model)
     plain = tokenize(table(5), config=config)
     tokenizer._tokenizer = Panics(tokenizer._tokenizer)  # type: ignore[assignment]
-    monkeypatch.setattr(stages, "_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(stages, "load_tokenizer", lambda *_: tokenizer)
     got = tokenize(table(5), config=config).to_pylist()
     assert [row["error_code"] for row in got] == ["", "", "engine_error", "", ""]
     assert got[2]["error_message"] == "RuntimeError: the tokenizer panicked: index out of bounds"
