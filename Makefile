@@ -91,7 +91,8 @@ baselines: .venv/installed  ## trains what `make quality` compares with, in abou
 	  'train.schedules=[{method: full}, $(EXITS)]'
 	$(TUNE) -o outputs/baselines/unified $(BASE) 'train.schedules=[{method: full}, $(EVEN)]'
 
-quality: .venv/installed  ## quality against speed: make quality E2E=path/to/devset.csv; without it, without references
+quality: .venv/installed  ## quality against speed, after `make baselines`: E2E=devset.csv; without it, without references
+	@test -d outputs/baselines/full || { echo "run make baselines first: it trains the models to compare with"; exit 1; }
 	$(BIN)/skipdecode evaluate --sweep --config configs/quality.yaml data.path=$(or $(E2E),null)
 
 clean:  ## removes .venv and outputs/

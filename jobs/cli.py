@@ -22,8 +22,9 @@ MEANING = {
 MAX_ERROR_CHARS = 800  # in the document; stderr has all of it
 EPILOG = """\
 Progress goes to stderr, and the last line on stdout is one JSON document. Exit codes: 0 success; 1 failure; 2 bad
-configuration or input, nothing was started; 3 more rows failed than limits.max_failed_rows allows.
+configuration or input, nothing was started{}.
 """
+ROWS_MAY_FAIL = frozenset({"generate", "retry", "demo"})
 
 
 def start(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> NoReturn:
@@ -118,8 +119,9 @@ def make_parser(
     metavar: str = "key=value",
 ) -> argparse.ArgumentParser:
     """The parser of a verb with the arguments that all verbs take; `config` and `overrides` are their help texts."""
+    epilog = EPILOG.format("; 3 more rows failed than limits.max_failed_rows allows" if verb in ROWS_MAY_FAIL else "")
     parser = argparse.ArgumentParser(
-        prog=program(verb), description=about, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program(verb), description=about, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", metavar="FILE", help=config)
     parser.add_argument("overrides", nargs="*", metavar=metavar, help=overrides)

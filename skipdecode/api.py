@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -83,6 +85,9 @@ def load(
     if quantization not in (None, *get_args(Quantization)):
         raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
     target = choose_device(device)
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        missing = "CUDA device" if target.index is None else target
+        raise ValueError(f"device: torch sees no {missing}; use device='cpu'")
     torch_dtype = choose_dtype(dtype, target)
     files = source if tokenizer is None else resolve_source(str(tokenizer), "tokenizer")
     model = load_model(source, adapter=adapter, device=target, dtype=torch_dtype).pack(quantization)
@@ -119,8 +124,8 @@ def generate(
     if unknown := decode.keys() - DECODE_KEYS:
         raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
     for name, count in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name}: must be at least 1, got {count!r}")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}: must be a whole number of at least 1, got {count!r}")
     texts, stops = _checked_texts("prompts", prompts), tuple(_checked_texts("stop", stop))
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, stops, ignore_eos, logprobs)
     if ids is not None and (isinstance(ids, str) or len(_checked_texts("ids", ids)) != len(texts)):

@@ -189,7 +189,7 @@ def _describe(cls: type[Section], problem: ErrorDetails) -> tuple[str, str]:
     is_name = [part.isidentifier() and part.islower() and part not in _TYPE_TAGS for part in location]
     is_index = [part.isdigit() and named for part, named in zip(location, [*is_name[1:], False], strict=True)]
     key = ".".join(part for part, *keep in zip(location, is_name, is_index, strict=True) if any(keep))
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")  # as YAML calls it
     return key, f"{message} (got {problem['input']!r})"
 
 

@@ -27,7 +27,7 @@ class Sampling:
         is_text = all(isinstance(text, str) and text and is_unicode(text) for text in self.stop)
         is_count = self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS)
         for name, is_valid, wanted in (
-            ("max_new_tokens", _is_int(self.max_new_tokens, 0), "at least 0"),
+            ("max_new_tokens", _is_int(self.max_new_tokens, 0), "a whole number of at least 0"),
             ("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number of at least 0"),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and up to 1"),
             ("top_k", _is_int(self.top_k, 0), "a whole number of at least 0"),

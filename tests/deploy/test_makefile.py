@@ -77,6 +77,17 @@ def test_a_changed_pyproject_is_installed_again(checkout: Path) -> None:
 
 
 @pytest.mark.process
+def test_quality_needs_the_baselines(checkout: Path) -> None:
+    refused = subprocess.run(["make", "quality"], cwd=checkout, capture_output=True, text=True, timeout=30)
+    assert refused.returncode != 0
+    assert "run make baselines first" in refused.stdout
+    (checkout / "outputs/baselines/full").mkdir(parents=True)
+    assert make(checkout, "quality", "E2E=devset.csv")[-1] == (
+        "skipdecode evaluate --sweep --config configs/quality.yaml data.path=devset.csv"
+    )
+
+
+@pytest.mark.process
 def test_help_lists_every_target(checkout: Path) -> None:
     done = subprocess.run(["make"], cwd=checkout, capture_output=True, text=True, check=True, timeout=30)
     listed = re.findall(r"^  make ([a-z-]+) +\S", done.stdout, re.MULTILINE)

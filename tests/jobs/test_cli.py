@@ -37,6 +37,7 @@ def test_help_is_on_stdout(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert (ended.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m jobs.{name} ")
     assert "--config" in out
+    assert ("3 more rows failed" in out) == (name in {"generate", "retry", "demo"})
 
 
 @pytest.mark.process

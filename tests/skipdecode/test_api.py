@@ -92,7 +92,7 @@ def test_full_depth_is_the_default_of_a_checkpoint_without_a_schedule(model: Tex
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be a whole number of at least 1, got 0"),
         ({"temperature": float("nan")}, "temperature: must be"),
         ({"top_p": 0}, "top_p: must be"),
         ({"stop": [""]}, "stop: must be"),
@@ -100,6 +100,7 @@ def test_full_depth_is_the_default_of_a_checkpoint_without_a_schedule(model: Tex
         ({"logprobs": 10**6}, "logprobs: must be 0 to 20"),
         ({"logprobs": 1.5}, "logprobs: must be"),
         ({"max_new_tokens": 2.5}, "max_new_tokens: must be"),
+        ({"max_new_tokens": True}, "max_new_tokens: must be a whole number of at least 1, got True"),
         ({"top_p": None}, "top_p: must be"),
         ({"top_k": 1.5}, "top_k: must be"),
         ({"top_k": 2**70}, "top_k: must be"),
@@ -110,7 +111,7 @@ def test_full_depth_is_the_default_of_a_checkpoint_without_a_schedule(model: Tex
         ({"stop": ["\ud800"]}, "stop: number 0 must be a text"),
         ({"ignore_eos": "no"}, "ignore_eos: must be"),
         ({"ids": "abcd"}, "ids: must be 4 texts"),
-        ({"batch_size": 0}, "batch_size: must be at least 1"),
+        ({"batch_size": 0}, "batch_size: must be a whole number of at least 1"),
         ({"ids": ["a"]}, "ids: must be 4 texts"),
         ({"max_new_tokens": 127}, "do not fit the model's 128 positions"),
         ({"method": "ful"}, "decode.method: 'ful'"),
@@ -149,6 +150,14 @@ def test_what_cannot_be_loaded_is_named(tiny_checkpoint: Path, keys: dict[str, A
         load(tiny_checkpoint, **keys)
     with pytest.raises(ValueError, match=r"tokenizer: .*not a folder"):
         load(tiny_checkpoint, tokenizer="/no/such/folder")
+
+
+def test_a_device_that_is_not_there_is_refused(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"^device: torch sees no CUDA device; use device='cpu'$"):
+        load(tiny_checkpoint, device="cuda")
+    with pytest.raises(ValueError, match=r"^device: torch sees no cuda:1; use device='cpu'$"):
+        load(tiny_checkpoint, device="cuda:1")
 
 
 def test_unknown_names_are_attribute_errors() -> None:

@@ -84,7 +84,7 @@ def test_full_depth_is_hugging_face(ending_checkpoint: Callable[[str], Path], st
     assert [c.tokens for c in generate(model, requests, FullDepth(6)).completions] == wanted
 
 
-# As on the CPU: 8 bits of mantissa over 6 layers (tests/test_model.py).
+# As on the CPU: 8 bits of mantissa over 6 layers (tests/skipdecode/model/test_decoder.py).
 BF16_RELATIVE_ERROR = 0.03
 
 

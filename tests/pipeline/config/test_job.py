@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -258,6 +258,12 @@ def test_a_section_that_is_none_is_named() -> None:
     assert section_of({"input": None}, "input") == section_of({}, "input") == {}
     with pytest.raises(ConfigError, match=r"^http_options: expected a section, got 3$"):
         section_of({"http_options": 3}, "http_options")
+
+
+@pytest.mark.parametrize("tree", [{"sampling": {"stop": 5}}, {"actors": {"length_buckets": 0}}, {"input": {"path": 7}}])
+def test_a_list_is_called_a_list(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r": Input should be a list \(got [057]\)$"):
+        build_config(JobConfig, tree)
 
 
 def test_an_empty_section_is_all_defaults_and_one_stop_string_needs_no_list(tmp_path: Path) -> None:
