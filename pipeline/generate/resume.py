@@ -61,12 +61,14 @@ def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], l
     Only files of sessions that `state` lists are removed: this process may have been suspended, and another session may
     be at work by now. `check` is called before each step.
     """
-    sessions = [*state["former"], *(session["id"] for session in state["sessions"])]
-    is_over = state["state"] == "finished"
-    known = state["files"] if is_over else state.get("known")
-    if known is None:  # the session was killed before it had listed the files, so it had no writers yet
-        return
-    late = folder.late_files(frozenset(known), frozenset(sessions if is_over else sessions[:-1]))
+    former, own = state["former"], [session["id"] for session in state["sessions"]]
+    if state["state"] == "finished":
+        known, earlier = frozenset(state["files"]), [*former, *own]
+    elif "known" in state:
+        known, earlier = frozenset(state["known"]), [*former, *own[:-1]]
+    else:  # a new run was killed before it had listed any files: it had no writers yet, and the former run is cleared
+        known, earlier = frozenset[str](), former
+    late = folder.late_files(known, frozenset(earlier))
     fault_point("late listed")
     for path in late:
         check()
