@@ -47,7 +47,7 @@ def make_run(root: Path, num_files: int = 4, columns: dict[str, pa.Array] = EXTR
     sink = RunSink(folder.filesystem, folder.root, "s1", schema, None, stream="x")
     for number, part in enumerate(parts):
         sink.write(part, f"{number:04d}")
-    folder.leave("s1")
+    folder.release("s1")
     sampling = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "stop": ()}
     report = {"agreement": {"exact_rows": 0.5, "token_match": 0.874, "rows": 8}, "speedup": {"measured": 1.88}}
     state: Any = {
