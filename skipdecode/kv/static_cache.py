@@ -294,7 +294,7 @@ class KVCache:
 def _memory(
     shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype, devices: Sequence[torch.device]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Filled memory for K and V by the layer that stores them; `devices` [L]."""
+    """Uninitialised memory for K and V, by the layer that stores them; `devices` [L]."""
     own: dict[int, tuple[Tensor, Tensor]] = {}
     for device in dict.fromkeys(devices):
         here = [owner for owner in shapes if devices[owner] == device]
