@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 DRAFT_HORIZON = 64  # horizon of draft schedules that set none, which is also the default of training
 MAX_CAPTURED_STEPS = 4096  # decode steps whose plans are captured as graphs: every depth comes up within them
 DRAFTS_NEED_SAME_BITS = (
-    "speculative rows have no fixed batch shape, so deterministic mode needs the CPU kernels, whose results do not "
-    "depend on the shape"
+    "speculative rows have no fixed batch shape, so under sampling.deterministic they need the CPU kernels, whose "
+    "results do not depend on the shape"
 )
 
 

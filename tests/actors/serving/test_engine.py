@@ -138,7 +138,7 @@ def test_places_for_cohorts_are_not_all_taken_at_once(generator: Generator) -> N
     run(engine, {0: pool_of(1, 30)})  # now the life of a cohort is known
     scheduler = engine._scheduler
     assert isinstance(scheduler, CohortScheduler)
-    scheduler._mean_life_s = 1e6
+    scheduler._mean_lifetime_s = 1e6
     for request in pool_of(8, 60):
         engine.add(request)
         engine.step()

@@ -34,7 +34,7 @@ class OneLayer:
     def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return attend_one(q, k, v, self.held)
 
-    def run(self, kernels: list[LayerKernel], h: Tensor, _: list[int], *, attends: bool, feeds: bool) -> Tensor:
+    def run_fused(self, kernels: list[LayerKernel], h: Tensor, _: list[int], *, attends: bool, feeds: bool) -> Tensor:
         return Step(kernels, len(h), [self.held] * len(kernels) if attends else None, feeds=feeds)(h)
 
 
