@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import generate, retry, verify
+from pipeline.input.ids import sum_outputs
+from pipeline.store.run_folder import id_metadata
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
@@ -83,7 +85,8 @@ def test_templates_and_samples_are_rows_and_a_resume_makes_only_those_that_are_m
     for path in files(place):
         table = pq.read_table(path, partitioning=None)
         keep = [id not in lost for id in table["id"].to_pylist()]
-        pq.write_table(table.filter(keep).replace_schema_metadata({}), path)
+        rest = table.filter(keep)
+        pq.write_table(rest.replace_schema_metadata(id_metadata(sum_outputs(rest))), path)
     before = {path: path.read_bytes() for path in files(place)}
     assert "missing: 5" in call(verify, place)[2]
     code, report, err = run(call, tiny_checkpoint, place, source, "--config", str(settings), "--resume")

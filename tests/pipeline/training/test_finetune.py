@@ -210,18 +210,6 @@ def test_resume_refuses_another_run(
 
 
 @pytest.mark.ray
-def test_a_folder_of_before_steps_took_all_schedules_goes_on(pairs: Path, copied: Path, capsys: Capture) -> None:
-    """It does not say what a step took, which was one."""
-    path = copied / "training/run.json"
-    state = json.loads(path.read_text())
-    del state["fingerprint"]["train.draw"]
-    path.write_text(json.dumps(state))
-    assert main(arguments(pairs, copied, "--resume")) == 0
-    assert "finished before" in capsys.readouterr().err
-    assert main(arguments(pairs, copied, "--resume", "train.draw=all")) == 2
-
-
-@pytest.mark.ray
 def test_workers_and_speed_may_change_on_resume(pairs: Path, undisturbed: Path, capsys: Capture) -> None:
     more = ("workers.num_workers=2", "train.accumulate=3", "train.log_every=5", "train.recompute=true")
     assert main(arguments(pairs, undisturbed, "--resume", *more)) == 0
