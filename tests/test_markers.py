@@ -1,4 +1,4 @@
-"""The check that a test which starts Ray or a process has the marker that says so."""
+"""What `tests.support.markers` does: a test says what it starts, and a grid is thinned out."""
 
 import multiprocessing
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.markers import missing_marker, started
+from tests.support.markers import covering, missing_marker, started
 
 GCS = "/usr/lib/ray/core/src/ray/gcs/gcs_server --log_dir=/tmp/ray"
 JOB = "/usr/bin/python -m jobs.generate -i in.jsonl"
@@ -43,3 +43,13 @@ def test_processes_are_seen() -> None:
 
 def test_nothing_is_left_of_the_test_before() -> None:
     assert not started
+
+
+def test_every_value_of_a_grid_occurs() -> None:
+    grid = [{"family": f, "schedule": s, "packed": p} for f in range(3) for s in range(5) for p in range(2)]
+    chosen = [grid[number] for number in covering(grid)]
+    assert len(chosen) == 5
+    for name, values in (("family", 3), ("schedule", 5), ("packed", 2)):
+        assert {one[name] for one in chosen} == set(range(values))
+    assert covering([{}]) == set()
+    assert covering([{"only": 0}, {"only": 1}]) == {0, 1}

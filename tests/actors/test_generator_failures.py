@@ -47,6 +47,7 @@ def check_failures(answers: Sequence[Answer], wanted: Sequence[Completion], bad:
 
 @pytest.mark.parametrize("bad", [{0}, {16}, {3, 4}, {0, 5, 11, 16}, set(range(17))], ids=str)
 @pytest.mark.parametrize("batch_size", [4, 17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.grid
 def test_a_poisoned_row_fails_alone(
     build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch, bad: set[int], batch_size: int
 ) -> None:

@@ -127,6 +127,7 @@ def test_deterministic_drafts_need_kernels(tiny_checkpoint: Path, monkeypatch: p
 
 @pytest.mark.parametrize("scheduler", ["cohort", "continuous"])
 @pytest.mark.parametrize("decode", LOSSLESS)
+@pytest.mark.grid
 def test_online(generator: Generator, scheduler: Any, decode: dict[str, Any]) -> None:
     """Whoever comes when; every token says what it took, and the counts add up."""
     one, requests = generator.with_decode(decode), pool_of(14)

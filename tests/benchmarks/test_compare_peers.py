@@ -106,6 +106,7 @@ def test_an_interpreter_that_is_not_there_is_said(spec: Callable[[str], Spec]) -
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_missing_peers_are_named_and_the_others_compared(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     args = arguments(

@@ -53,6 +53,7 @@ def test_the_demo_model_is_whole_small_and_says_what_it_is() -> None:
     assert tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
+@pytest.mark.slow
 def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     code = main(["--rows", "48", "--prompts", str(tmp_path / "p.jsonl"), f"output.path={tmp_path / 'run'}"])

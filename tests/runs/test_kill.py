@@ -50,8 +50,8 @@ def test_a_killed_run_is_resumed_exactly_once(tiny_checkpoint: Path, tmp_path: P
     assert {key: after[key] for key in before} == before
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["books"] == {"input": NUM_ROWS, "ok": NUM_ROWS, "failed": 0, "closed": True}
-    undisturbed = subprocess.run(
-        [*command, "-o", str(tmp_path / "whole")], cwd=ROOT, capture_output=True, text=True, timeout=400
-    )
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    assert tokens(tmp_path / "whole") == after
+    if how == signal.SIGINT:  # in the slow lane alone: a third run takes as long again
+        whole = [*command, "-o", str(tmp_path / "whole")]
+        undisturbed = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        assert undisturbed.returncode == 0, undisturbed.stderr
+        assert tokens(tmp_path / "whole") == after

@@ -1,9 +1,12 @@
-"""What a test starts must be what its markers say: `ray` for Ray, `process` for any other process.
+"""What markers do. A test says what it starts: `ray` for Ray, `process` for any other process; `grid` thins it out.
 
 `make test-fast` leaves out both; so a test that starts something and does not say so fails. Imported by `conftest.py`,
 where pytest finds the hooks. Not seen: what a library starts without `subprocess` and `multiprocessing`, and a test
 that uses the Ray of another, which stays up. Without either marker it fails in `make test-fast`, where none is; with
 `process` alone it fails where no file before it started one.
+
+A test marked `grid` runs for a few of its combinations of parameters in `make test`, chosen so that each value of each
+parameter occurs; the others become `slow`.
 """
 
 import multiprocessing.process
@@ -74,7 +77,33 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     return outcome
 
 
+def covering(combinations: Sequence[dict[str, int]]) -> set[int]:
+    """Numbers of combinations in which every value of every parameter occurs: always the one with the most new ones."""
+    missing = {value for combination in combinations for value in combination.items()}
+    chosen = set()
+    while missing:
+        new = [len(missing & combination.items()) for combination in combinations]
+        best = new.index(max(new))
+        chosen.add(best)
+        missing -= combinations[best].items()
+    return chosen
+
+
+def _thin_out(items: list[pytest.Item]) -> None:
+    grids: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and {"grid"} <= _markers(item) and "slow" not in _markers(item):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for grid in grids.values():
+        chosen = covering([{name: id(value) for name, value in item.callspec.params.items()} for item in grid])
+        for number, item in enumerate(grid):
+            if number not in chosen:
+                item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest's own hook then leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Within a file, tests with the marker `ray` come last."""
+    """Thins grids out. Within a file, tests with the marker `ray` come last."""
+    _thin_out(items)
     files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (files[item.path], "ray" in _markers(item)))

@@ -46,6 +46,7 @@ def test_the_first_few_and_one_of_each_part(fraction: float, length: int) -> Non
 
 @pytest.mark.parametrize("fraction", [0.02, 0.05, 0.25, 0.5])
 @pytest.mark.parametrize("workers", [1, 500])
+@pytest.mark.grid
 def test_no_place_in_a_window_is_preferred(fraction: float, workers: int) -> None:
     """Batches of a window may come longest first: every length is sampled, with many workers at once."""
     found = [pairs(20_000 // workers, fraction, f"row {worker}" if workers > 1 else "") for worker in range(workers)]

@@ -82,6 +82,7 @@ def check(scored: list[TokenLogprobs], logprobs: Tensor, tokens: list[int], num_
 
 @pytest.mark.parametrize("decode", DECODES.values(), ids=DECODES)
 @pytest.mark.parametrize("family", ["opt", "llama", "swift"])
+@pytest.mark.grid
 def test_scores_are_those_of_hugging_face(
     family: str, decode: dict[str, Any], request: pytest.FixtureRequest, tiny_checkpoint: Path
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_resume_writes_what_is_missing_and_nothing_twice(job: Job, tmp_path: Path) -> None:
     rows = [{"id": str(i), "prompt": prompt} for i, prompt in enumerate(prompts(40))]
     rows += [{"id": "7", "prompt": "a duplicate"}]

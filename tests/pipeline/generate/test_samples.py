@@ -45,6 +45,7 @@ def read(place: Path) -> dict[str, dict[str, Any]]:
 TEMPLATES = {"ask": "Ask: {{ text }}", "tell": "{{ text }} {{ prompt }}"}
 
 
+@pytest.mark.slow
 def test_templates_and_samples_are_rows_and_a_resume_makes_only_those_that_are_missing(
     call: Call, tiny_checkpoint: Path, loaded: Decoder, tmp_path: Path
 ) -> None:

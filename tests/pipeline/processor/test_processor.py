@@ -140,4 +140,9 @@ def test_errors_come_before_anything_starts(
         build_processor(config(tiny_checkpoint, actors={"num_actors": 64}))(rows)
     with pytest.raises(ConfigError, match="a column 'finish_reason'"):
         build_processor(config(tiny_checkpoint))(ray.data.from_items([{"prompt": "x", "finish_reason": "stop"}]))
+
+
+@pytest.mark.slow
+def test_no_rows_are_no_rows(tiny_checkpoint: Path) -> None:
+    rows = ray.data.from_items([{"prompt": "x"}])
     assert build_processor(config(tiny_checkpoint))(rows.filter(expr=col("prompt") == "y")).take_all() == []

@@ -39,7 +39,7 @@ from tests.support.report_recount import (
     check_throughput,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("own_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("own_ray")]
 
 ROOT = Path(__file__).parents[3]
 

@@ -39,6 +39,7 @@ class Decoding:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_is_up")
+@pytest.mark.slow
 def test_a_window_of_more_bytes_than_a_block_has_is_not_cut(tmp_path: Path) -> None:
     """Unpacked it comes in pieces of 8 to 12 MiB."""
     prepare(keep_workers=False, no_progress_timeout_s=60)

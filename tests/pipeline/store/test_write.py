@@ -66,7 +66,7 @@ def write(rows: ray.data.Dataset, sink: RunSink, finish: Callable[[pa.Table], pa
         pytest.fail("a row came out")
 
 
-@pytest.mark.parametrize(("rows_per_file", "blocks_per_file"), [(None, 1), (30, 3)])
+@pytest.mark.parametrize(("rows_per_file", "blocks_per_file"), [pytest.param(None, 1, marks=pytest.mark.slow), (30, 3)])
 def test_every_row_is_in_one_file(tmp_path: Path, rows_per_file: int | None, blocks_per_file: int) -> None:
     write(ray.data.range(100, override_num_blocks=10), sink_into(tmp_path, rows_per_file))
     ok, failed = files(tmp_path), files(tmp_path, "failed")

@@ -119,6 +119,7 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @compiled
+@pytest.mark.slow
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     """The compiler is a script that gives out the library that we have: what is tested is the cache."""
     name = choice.choose().name

@@ -202,6 +202,7 @@ def logits_of(model: Decoder, run: Run, monkeypatch: pytest.MonkeyPatch) -> list
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.grid
 def test_layers_in_one_call_are_the_decoder_of_parts(
     kind: Kind, run: Run, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_styles(checkpoint_factory: Callable[..., Path], ours: Callable[[Path], 
 
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("base", [*SCHEDULES.values(), SkipDecode(L, 6, 5, 4, 6)], ids=str)
+@pytest.mark.grid
 def test_swiftkv(loaded: Decoder, base: Schedule, group_size: int) -> None:
     model = loaded.with_swiftkv(2, group_size)
     torch.manual_seed(3)
@@ -235,6 +236,7 @@ def test_a_schedule_is_looked_through_once(loaded: Decoder) -> None:
     assert layer_ends.cache_info().misses == misses
 
 
+@pytest.mark.slow
 def test_a_long_stream_of_rows_stays_small(loaded: Decoder) -> None:
     """Rows come and go for ever in memory for a few."""
     schedule = SkipDecode(L, 5, 2, 1, 7)

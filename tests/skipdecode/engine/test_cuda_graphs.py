@@ -56,7 +56,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.9}
     ("style", "schedule", "keys"),
     [(style, SKIP, {}) for style in ("125m", "350m", "1.3b")]
     + [("1.3b", SKIP, SAMPLED)]
-    + [("125m", schedule, {}) for schedule in OTHERS],
+    + [pytest.param("125m", schedule, {}, marks=pytest.mark.slow) for schedule in OTHERS],
     ids=str,
 )
 def test_tokens_are_those_without_graphs(

@@ -94,6 +94,7 @@ def test_every_released_shape_decodes_without_a_host_read(name: str, layers: int
         assert not {"sort", "_to_copy", "cumsum", "scaled_dot_product_attention", "index_copy"} & set(many), many
 
 
+@pytest.mark.slow
 def test_torchs_operators_do_as_well() -> None:
     """What `SKIPDECODE_KERNELS=torch` runs."""
     with fake_cuda(TORCH) as fake:
@@ -122,6 +123,7 @@ def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("keys", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "drawn"])
+@pytest.mark.grid
 def test_a_static_batch_does_not_wait_for_the_device_until_it_reads_output(
     num_devices: int, keys: dict[str, float]
 ) -> None:
@@ -156,6 +158,7 @@ def test_host_reads_and_mixed_devices_are_seen() -> None:
 
 @pytest.mark.parametrize("name", ["opt-66b", "opt-350m", "llama-3.1-70b"])
 @pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.grid
 def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """States alone go from one to the next, nothing is read on the host, and kernels are launched where they belong."""
     current = [CUDA]

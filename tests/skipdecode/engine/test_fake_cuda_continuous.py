@@ -62,7 +62,7 @@ def test_the_host_waits_for_no_step_that_it_has_just_launched(name: str, keys: d
         assert min(fake.left[:-1]) >= 2 * 2, fake.left  # that of a step, whose layers are two at least
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [("opt-125m", 1), ("opt-125m", 2)])
+@pytest.mark.parametrize(("name", "num_devices"), [("opt-125m", 1), pytest.param("opt-125m", 2, marks=pytest.mark.slow)])
 def test_kernels_are_compiled_at_load(name: str, num_devices: int) -> None:
     """None in the loop, whatever rows join, leave or end up where: a compiler takes longer than many steps."""
 
@@ -86,7 +86,7 @@ def test_kernels_are_compiled_at_load(name: str, num_devices: int) -> None:
         assert fake.compiled == known, fake.compiled - known
 
 
-@pytest.mark.parametrize("name", ["opt-125m", "llama-3.2-1b"])
+@pytest.mark.parametrize("name", [pytest.param("opt-125m", marks=pytest.mark.slow), "llama-3.2-1b"])
 def test_nor_are_any_beside_graphs(name: str) -> None:
     """The last column of prompts is no captured step, and its kernels depend on the rows that are fed together."""
     with fake_cuda() as fake:
@@ -102,6 +102,7 @@ def test_nor_are_any_beside_graphs(name: str) -> None:
         assert graphs.num_late == 0
 
 
+@pytest.mark.slow
 def test_torchs_operators_do_as_well() -> None:
     """What `SKIPDECODE_KERNELS=torch` runs."""
     with fake_cuda(TORCH):

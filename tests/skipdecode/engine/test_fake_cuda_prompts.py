@@ -127,6 +127,7 @@ class Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["opt-1.3b", "llama-3.1-8b"])
 @pytest.mark.parametrize(("rows", "columns"), [(256, 120), (64, 1001), (12, 1999)])
+@pytest.mark.grid
 def test_prompts_take_a_gibibyte(seen: Seen, name: str, rows: int, columns: int) -> None:
     """States, masks and copies of keys together, whatever the lengths."""
     with fake_cuda():

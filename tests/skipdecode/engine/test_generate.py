@@ -65,6 +65,7 @@ def schedules(draw: st.DrawFn, num_layers: int = L) -> Schedule:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("lengths", [[1, 9, 4, 16, 2, 9], [7, 7, 7, 7], [1], [1, 1]], ids=str)
+@pytest.mark.grid
 def test_full_depth_is_hugging_face_generate(
     checkpoint_factory: Factory, ours: Load, hf: LoadHF, style: str, lengths: list[int]
 ) -> None:
@@ -81,6 +82,7 @@ def test_full_depth_is_hugging_face_generate(
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("schedule", [FULL, SkipDecode(L, 5, 2, 1, 9)], ids=["full", "skipdecode"])
+@pytest.mark.grid
 def test_rows_that_end_at_different_steps(
     ending_checkpoint: Callable[[str], Path], ours: Load, hf: LoadHF, style: str, schedule: Schedule
 ) -> None:
@@ -117,6 +119,7 @@ def test_ignore_eos_runs_to_the_end(ending_checkpoint: Callable[[str], Path], ou
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("schedule", [*SKIPPING, SkipDecode(L, 4, 4, 2, 1)], ids=str)
+@pytest.mark.grid
 def test_schedules_are_the_naive_decoder(
     checkpoint_factory: Factory, ours: Load, hf: LoadHF, style: str, schedule: Schedule
 ) -> None:

@@ -87,6 +87,7 @@ def decoded(model: Decoder, prompts: list[list[int]], schedule: Schedule, num_ne
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.grid
 def test_full_depth_is_hugging_face(any_folder: Path, is_packed: bool) -> None:
     theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(any_folder)
     prompts = prompts_of(LENGTHS)
@@ -122,6 +123,7 @@ def test_what_we_save_opens_in_hugging_face(any_folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.grid
 def test_every_schedule_is_the_naive_decoder(any_folder: Path, schedule: Schedule) -> None:
     prompts = prompts_of(LENGTHS)
     eos = set(read_config(any_folder).eos_token_ids)
@@ -131,6 +133,7 @@ def test_every_schedule_is_the_naive_decoder(any_folder: Path, schedule: Schedul
 
 
 @pytest.mark.parametrize("layers", [(0, 2, 3), (1, 5), (4,)], ids=str)
+@pytest.mark.grid
 def test_a_plan_is_the_shortened_model(any_folder: Path, layers: tuple[int, ...]) -> None:
     """Prompt and decode steps under one plan: Hugging Face's model of just those layers."""
     short = AutoModelForCausalLM.from_pretrained(any_folder)
@@ -170,6 +173,7 @@ def skipping(mode: str, folder: Path) -> Skipping:
 
 
 @pytest.mark.parametrize("mode", ["row", "band"])
+@pytest.mark.grid
 def test_skipped_blocks_are_those_of_the_naive_decoder(any_folder: Path, mode: str) -> None:
     make, naive = skipping(mode, any_folder)
     assert_skips(any_folder, make(SKIP), naive)
@@ -178,6 +182,7 @@ def test_skipped_blocks_are_those_of_the_naive_decoder(any_folder: Path, mode: s
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["row", "band"])
 @pytest.mark.parametrize("base", [base for base in SCHEDULES.values() if base != SKIP], ids=str)
+@pytest.mark.grid
 def test_skipped_blocks_on_every_schedule(make_folder: Make, mode: str, base: Schedule) -> None:
     make, naive = skipping(mode, make_folder("qwen3"))
     assert_skips(make_folder("qwen3"), make(base), naive)
@@ -201,6 +206,7 @@ def assert_skips(folder: Path, schedule: Schedule, naive: dict[str, Any], has_sw
 
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("kind", sorted({kind.partition(",")[0] for kind in FAMILY_MODELS}))
+@pytest.mark.grid
 def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], kind: str, group_size: int) -> None:
     folder, prompts = make_swift(kind, group_size), prompts_of(LENGTHS)
     for base in (FullDepth(L), SKIP):
@@ -213,6 +219,7 @@ def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], ki
 @pytest.mark.parametrize(
     "kind", [*QUICK, *(pytest.param(k, marks=pytest.mark.slow) for k in FAMILY_MODELS if k not in QUICK)]
 )
+@pytest.mark.grid
 def test_rows_of_different_ages_and_one_forced_pass_are_decoding(
     make_swift: Callable[[str, int], Path], kind: str, schedule: Schedule
 ) -> None:

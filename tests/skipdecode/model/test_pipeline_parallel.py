@@ -47,6 +47,7 @@ def on(folder: Path, count: int, *, is_packed: bool = True) -> Decoder:
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("sampling", [greedy(40), Sampling(40, temperature=0.8, top_p=0.9)], ids=["greedy", "drawn"])
+@pytest.mark.grid
 def test_tokens_are_those_of_one_device(
     folder: Path, ours: Callable[[Path], Decoder], count: int, is_packed: bool, schedule: Schedule, sampling: Sampling
 ) -> None:

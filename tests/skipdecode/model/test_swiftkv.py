@@ -61,6 +61,7 @@ def swift_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.grid
 def test_decoding_is_the_naive_decoder(
     swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
@@ -82,6 +83,7 @@ def test_decoding_is_the_naive_decoder(
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), [(3, 1), (2, 2)])
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.grid
 def test_all_three_methods_together(
     swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
@@ -98,6 +100,7 @@ def test_all_three_methods_together(
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.grid
 def test_a_teacher_forced_pass_is_decoding(
     swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int
 ) -> None:
@@ -114,6 +117,7 @@ def test_a_teacher_forced_pass_is_decoding(
 
 @pytest.mark.parametrize("style", ["125m", "1.3b"])
 @pytest.mark.parametrize("kv_layers", [L - 1, L])
+@pytest.mark.grid
 def test_teacher_weights_and_every_layer_are_plain_opt(
     checkpoint_factory: Callable[..., Path], hf: Callable[[Path], OPTForCausalLM], style: str, kv_layers: int
 ) -> None:
@@ -175,6 +179,7 @@ def test_keys_and_values_are_the_direct_projection(swift_checkpoint: Swift, tiny
 
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.grid
 def test_cache_bytes_are_exact(swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int) -> None:
     """Grouped layers share memory that is allocated once; counted by the storages themselves."""
     model = load_model(swift_checkpoint(kv_layers, group_size))

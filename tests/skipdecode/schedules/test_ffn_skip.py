@@ -108,6 +108,7 @@ def test_row_is_the_naive_decoder_for_any_rule(
 @pytest.mark.parametrize("style", ["125m", "350m"])
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("band", [((), 0), ((1, 2, 3), 0), ((0, 4, 5), 2), (tuple(range(L)), 1)])
+@pytest.mark.grid
 def test_band_is_the_naive_decoder_without_those_blocks(
     checkpoint_factory: Factory, hf: LoadHF, ours: Load, style: str, base: Schedule, band: tuple[tuple[int, ...], int]
 ) -> None:

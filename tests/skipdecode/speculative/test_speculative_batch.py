@@ -113,22 +113,24 @@ class NeverDrafting(SpeculationController):
         return Decision("no_gain")
 
 
-@pytest.mark.parametrize("limits", [(40, 4, 40), (4, 40, 3), (70, 66, 1)])
-def test_rounds_without_drafts_of_rows_that_draw_and_others(models: dict[str, Decoder], limits: Sequence[int]) -> None:
+@pytest.mark.grid
+@pytest.mark.parametrize("limits", [(4, 40, 3), (30, 4, 30), pytest.param((70, 66, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drawing", [(1,), (0, 2), (0, 1, 2)])
+def test_rounds_without_drafts_of_rows_that_draw_and_others(
+    models: dict[str, Decoder], limits: Sequence[int], drawing: Sequence[int]
+) -> None:
     """Each looks its own random numbers up, whatever limits its neighbours have, and whoever joins or goes."""
     schedule = Lossless(L, Unified(L, 3), adaptive=True)
+    prompts = random_prompts([5, 9, 3] * 2, seed=1, vocab=200)
     for model in models.values():
-        for drawing in ((1,), (0, 2), (0, 1, 2)):
-            pool = [
-                Request(f"{i}", prompt, greedy(limit, temperature=0.9 * (i % 3 in drawing), ignore_eos=True))
-                for i, (prompt, limit) in enumerate(
-                    zip(random_prompts([5, 9, 3] * 2, seed=1, vocab=200), limits * 2, strict=True)
-                )
-            ]
-            batch = SpeculativeBatch(model, schedule, controller=NeverDrafting(schedule, LatencyModel(model.config, 4)))
-            rows = run(batch, {0: pool[:3], 6: pool[3:]}, {})
-            for row in rows.values():
-                assert_same(model, row.request, row.tokens, row.finish_reason)
+        pool = [
+            Request(f"{i}", prompt, greedy(limit, temperature=0.9 * (i % 3 in drawing), ignore_eos=True))
+            for i, (prompt, limit) in enumerate(zip(prompts, limits * 2, strict=True))
+        ]
+        batch = SpeculativeBatch(model, schedule, controller=NeverDrafting(schedule, LatencyModel(model.config, 4)))
+        rows = run(batch, {0: pool[:3], 6: pool[3:]}, {})
+        for row in rows.values():
+            assert_same(model, row.request, row.tokens, row.finish_reason)
 
 
 @pytest.mark.parametrize("where", ["_params", "LogprobRecorder", "SlotCache.add"])

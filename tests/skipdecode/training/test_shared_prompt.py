@@ -82,6 +82,7 @@ def test_blocks_that_rows_decide_on(kind: str, lengths: str) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.grid
 def test_states_and_gradients_are_those_of_a_pass_for_each(kind: str, lengths: str, recompute: bool) -> None:
     has_swift = kind != "opt" or lengths == "padded"
     model, batch = made(kind, swift=has_swift), batch_of(lengths)
