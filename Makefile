@@ -1,7 +1,8 @@
 # Needs Python 3.11 or newer, git and make; everything else each target sets up in .venv. `make help` lists the targets.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --root-user-action=ignore --editable
+# Compiling all of torch and Ray to bytecode would take more than a minute; Python compiles what it imports.
+PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore --editable
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
