@@ -45,7 +45,7 @@ def assert_full(generator: Generator, made: dict[str, list[int]], requests: list
         assert made[request.id] == wanted or is_tie(generator.model, request, made[request.id], wanted)
 
 
-@pytest.mark.parametrize("decode", LOSSLESS)
+@pytest.mark.parametrize("decode", [LOSSLESS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSLESS[1:])])
 def test_offline(generator: Generator, decode: dict[str, Any]) -> None:
     requests = pool_of(20)
     one = generator.with_decode(decode)

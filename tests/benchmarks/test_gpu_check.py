@@ -53,6 +53,7 @@ def first_wrong(only: str) -> str:
     return str(document["wrong"])
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong() -> None:
     notes: list[str] = []
     checks = {name: check for name, check in CHECKS.items() if name not in PROCESSES}

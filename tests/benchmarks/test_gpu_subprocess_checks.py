@@ -164,6 +164,7 @@ def test_what_is_wrong_with_a_job() -> None:
     assert "decoded on cuda:0 by None" in str(job_problem(report(actors=[plain]), 256))
 
 
+@pytest.mark.slow
 def test_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command line is one that `jobs.generate` takes, and its report is read."""
     written: dict[str, Any] = report()

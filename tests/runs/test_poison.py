@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.processes import command, environment, hits, rows, run, write_prompts
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_poison_row_is_quarantined_and_its_neighbours_are_generated(tiny_checkpoint: Path, tmp_path: Path) -> None:

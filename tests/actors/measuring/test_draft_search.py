@@ -42,7 +42,9 @@ def search_of(model: Decoder, batch_sizes: Sequence[int] = (1, 8), pairs: list[P
     return Search(sample, LatencyModel(model.config, 4, None, CEILINGS), batch_sizes, N, lambda _: None)
 
 
-@pytest.mark.parametrize("idle", [(2, 3, 5), (1, 4, 6), (0, 7)])
+@pytest.mark.parametrize(
+    "idle", [(1, 4, 6), *(pytest.param(one, marks=pytest.mark.slow) for one in ((2, 3, 5), (0, 7)))]
+)
 def test_layers_that_do_nothing_are_found(idle: tuple[int, ...]) -> None:
     found = search_of(model_with(idle)).run()
     best = found[0]
@@ -54,6 +56,7 @@ def test_layers_that_do_nothing_are_found(idle: tuple[int, ...]) -> None:
     assert best.mean_speedup == max(one.mean_speedup for one in found)
 
 
+@pytest.mark.slow
 def test_where_every_layer_matters_nothing_pays() -> None:
     found = search_of(model_with(())).run()
     assert found

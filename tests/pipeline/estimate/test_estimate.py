@@ -74,7 +74,7 @@ def test_time_follows_the_cost_model_at_the_measured_level(generator: Generator)
     assert times[0] < times[1]
 
 
-@pytest.mark.parametrize("max_new_tokens", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_new_tokens", [0, 2])
 def test_scores_of_prompts_have_a_price(generator: Generator, max_new_tokens: int) -> None:
     sampling = replace(FIXED, max_new_tokens=max_new_tokens, prompt_logprobs=True)
     scored = [Request(f"r{i}", [5] * 30, sampling, None, True) for i in range(64)]
@@ -100,6 +100,7 @@ def test_rows_may_have_limits_of_their_own(generator: Generator) -> None:
     assert count_tokens(Sample(rows, 4), shape(), None).max_output_tokens == 500 * 455
 
 
+@pytest.mark.slow
 def test_what_rows_share_is_priced_once(tiny_checkpoint: Path) -> None:
     decode = {"method": "full"}
     config = GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32", device="cpu", shares_prefixes=True)

@@ -62,7 +62,9 @@ def test_the_host_waits_for_no_step_that_it_has_just_launched(name: str, keys: d
         assert min(fake.left[:-1]) >= 2 * 2, fake.left  # that of a step, whose layers are two at least
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [("opt-125m", 1), pytest.param("opt-125m", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [("opt-125m", 1), pytest.param("opt-125m", 2, marks=pytest.mark.slow)]
+)
 def test_kernels_are_compiled_at_load(name: str, num_devices: int) -> None:
     """None in the loop, whatever rows join, leave or end up where: a compiler takes longer than many steps."""
 

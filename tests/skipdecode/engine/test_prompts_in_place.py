@@ -60,6 +60,7 @@ def check(model: Decoder, requests: Sequence[Request]) -> None:
         ([1], [9]),
     ],
 )
+@pytest.mark.grid
 def test_rows_have_their_tokens(
     models: dict[str, Decoder], name: str, temperature: float, lengths: list[int], limits: list[int]
 ) -> None:
