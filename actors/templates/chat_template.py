@@ -7,19 +7,25 @@ supported. Imports are few, since every task that reads rows has them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from actors.templates.sandbox import Template, TemplateError
 
 ROLES = ("system", "developer", "user", "assistant")
-PASSED_ON = ("role", "content", "name")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of the reasoning before an answer, in the order in which transformers looks for them."""
+PASSED_ON = ("role", "content", "name", *REASONING)
+WITHOUT_EFFECT = frozenset({"type", "id", "weight", "metadata", "annotations", "cache_control"})
+"""Keys of messages that say nothing to a prompt: those of training data, of caches and of answers."""
+WITHOUT_EFFECT_IN_PARTS = frozenset({"id", "index", "annotations", "cache_control", "prompt_cache_breakpoint"})
 PROBE = "qzx7"  # a text that no template contains
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers: the blank shows whether a template strips messages
 DEVELOPER = re.compile(r"""(["'])developer\1""")  # as a constant in a template
 
 Message = dict[str, str]
-"""With the keys `role` and `content`, and optionally `name`."""
+"""With the keys `role` and `content`, and optionally `name` and those of REASONING."""
 
 
 class MessagesError(ValueError):
@@ -54,29 +60,53 @@ class ChatTemplate:
     def source(self) -> str:
         return self.template.source
 
-    def render(self, messages: Sequence[Message], *, now: datetime) -> str:
-        """The prompt for the assistant's next message. `messages` come from `check_messages`. Raises TemplateError."""
-        return self.template.render(self._values(messages), now=now)
+    def render(self, messages: Sequence[Message], *, now: datetime, continues: bool = False) -> str:
+        """The prompt for the assistant's next message; with `continues`, for the rest of the last one. `messages` come
+        from `check_messages`. Raises TemplateError."""
+        text = self.template.render(self._values(messages, continues), now=now)
+        return _cut_at_end(text, messages) if continues else text
 
-    def render_rows(self, chats: Sequence[Sequence[Message]], *, now: datetime) -> list[str | TemplateError]:
-        """One prompt or error per conversation."""
-        return self.template.render_rows([self._values(messages) for messages in chats], now=now)
+    def render_rows(
+        self, chats: Sequence[Sequence[Message]], *, now: datetime, continues: Collection[int] = ()
+    ) -> list[str | TemplateError]:
+        """One prompt or error per conversation; of those in `continues` the last message goes on."""
+        texts = self.template.render_rows(
+            [self._values(messages, row in continues) for row, messages in enumerate(chats)], now=now
+        )
+        for row in continues:
+            try:
+                texts[row] = _cut_at_end(texts[row], chats[row])
+            except TemplateError as error:
+                texts[row] = error
+        return texts
 
-    def _values(self, messages: Sequence[Message]) -> dict[str, object]:
+    def _values(self, messages: Sequence[Message], continues: bool) -> dict[str, object]:
         if DEVELOPER.search(self.source) is None:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        if continues:
+            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + END_MARK}]
         given: dict[str, object] = {"messages": [self._shaped(m) for m in messages], "tools": None, "documents": None}
-        return given | {"add_generation_prompt": True} | dict(self.special_tokens)
+        return given | {"add_generation_prompt": not continues} | dict(self.special_tokens)
 
     def _shaped(self, message: Message) -> Mapping[str, object]:
         return {**message, "content": [{"type": "text", "text": message["content"]}]} if self.takes_parts else message
+
+
+def _cut_at_end(text: str | TemplateError, messages: Sequence[Message]) -> str:
+    """A rendered conversation without what its template puts after the last message."""
+    if isinstance(text, TemplateError):
+        raise text
+    if END_MARK.strip() not in text or messages[-1]["content"].strip() not in text:
+        raise TemplateError("the template changes the last message, so that it cannot be continued")
+    end = text.rindex(END_MARK.strip())
+    return text[:end] if text.startswith(END_MARK, end) else text[:end].rstrip()
 
 
 def check_messages(value: object) -> list[Message]:
     """The messages of a row or a request, without nulls and with each content as one text. Raises MessagesError.
 
     A message is a mapping with `role` (one of ROLES) and `content` (a text, or a list of `{type: text, text: ...}`),
-    and may have a `name`.
+    and may have a `name` and `reasoning_content`. Other keys are refused unless they say nothing.
     """
     if not isinstance(value, list | tuple):
         raise MessagesError("messages", f"must be a list of {{role, content}}, got {_kind(value)}")
@@ -85,23 +115,38 @@ def check_messages(value: object) -> list[Message]:
     return [_message(f"messages[{n}]", message) for n, message in enumerate(value)]
 
 
+def check_continues(messages: Sequence[Message]) -> None:
+    """MessagesError unless the last message is one that an answer can continue."""
+    if (role := messages[-1]["role"]) != "assistant":
+        reason = f"must be 'assistant' for continue_final_message, got {role!r}"
+        raise MessagesError(f"messages[{len(messages) - 1}].role", reason)
+
+
 def _message(field: str, message: object) -> Message:
     if not isinstance(message, Mapping):
         raise MessagesError(field, f"must be a mapping with role and content, got {_kind(message)}")
     for key, given in message.items():
-        if key not in PASSED_ON and given is not None and given != []:
+        if key not in PASSED_ON and key not in WITHOUT_EFFECT and not _is_nothing(given):
             raise MessagesError(f"{field}.{str(key)[:40]}", f"is not supported; a message has {', '.join(PASSED_ON)}")
-    role, name = message.get("role"), message.get("name")
+    role = message.get("role")
     if role is None:
         raise MessagesError(f"{field}.role", f"is missing; it is one of {', '.join(ROLES)}")
     if not isinstance(role, str) or role not in ROLES:
         raise MessagesError(f"{field}.role", f"must be one of {', '.join(ROLES)}, got {_shown(role)}")
     made = {"role": role, "content": _text(f"{field}.content", message.get("content"))}
-    if name is None:
-        return made
-    if not isinstance(name, str):
-        raise MessagesError(f"{field}.name", f"must be a text, got {_kind(name)}")
-    return made | {"name": name}
+    for key in ("name", *REASONING):
+        if (text := message.get(key)) is not None:
+            if not isinstance(text, str):
+                raise MessagesError(f"{field}.{key}", f"must be a text, got {_kind(text)}")
+            made[key] = text
+    reasoning = next((made[key] for key in REASONING if key in made), None)
+    # as in transformers: templates read it by one of these names
+    return made if reasoning is None else {"thinking": reasoning} | made | {"reasoning_content": reasoning}
+
+
+def _is_nothing(value: object) -> bool:
+    """Whether a value is null, false or empty."""
+    return value is None or value is False or (isinstance(value, str | Mapping | list | tuple) and not value)
 
 
 def _text(field: str, content: object) -> str:
@@ -124,7 +169,7 @@ def _part(field: str, part: object) -> str:
     if not isinstance(text := part.get("text"), str):
         raise MessagesError(f"{field}.text", f"must be a text, got {_kind(text)}")
     for key, given in part.items():
-        if key not in ("type", "text") and given is not None:
+        if key not in ("type", "text") and key not in WITHOUT_EFFECT_IN_PARTS and not _is_nothing(given):
             raise MessagesError(f"{field}.{str(key)[:40]}", "is not supported; a part has type and text")
     return text
 

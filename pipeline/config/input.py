@@ -40,6 +40,9 @@ class InputConfig(Section):
     """A system message for every conversation that has none; needs `chat` or `messages_column`."""
     chat_template: Annotated[str, Field(min_length=1)] = "auto"
     """A file with a chat template (Jinja); auto: the checkpoint's own."""
+    continue_final_message: bool = False
+    """Whether an answer continues the last message of its conversation, which must be the assistant's, as
+    `continue_final_message` of transformers and vLLM; needs `messages_column`."""
     id_column: Annotated[str, Field(min_length=1)] = "id"
     """The column with the id; a row without one gets an id made of its file and row number."""
     limit: Annotated[int, Field(ge=1)] | None = None
@@ -61,6 +64,8 @@ class InputConfig(Section):
             raise ValueError(f"{names} exclude each other: each says where prompts come from; keep one of them")
         if self.system is not None and not self.is_chat:
             raise ValueError("input.system is for conversations; set input.chat to true, or input.messages_column")
+        if self.continue_final_message and self.messages_column is None:
+            raise ValueError("input.continue_final_message is for conversations; set input.messages_column")
         return self
 
     @property

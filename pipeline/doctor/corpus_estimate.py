@@ -15,6 +15,7 @@ from pipeline.generate.stage_config import make_sampling, make_tokenize_config
 from pipeline.input.files import Listing
 from pipeline.input.input_plan import columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
+from pipeline.input.sample_prompts import remark_on_last_messages
 from pipeline.input.scan import scan_file
 from skipdecode.checkpoint.hub import resolve_source
 
@@ -40,6 +41,8 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, l
     if remark := unused_chat_template(chat, config, listing.format):
         log(remark)
     chat = used_chat_template(chat, config, listing.format, scans, log)
+    if chat is not None and (remark := remark_on_last_messages(plan, config.input)):
+        log(remark)
     columns = columns_of(scans, listing.format)
     for text in unknown_names(config.input, columns):
         log(text)

@@ -18,7 +18,7 @@ from pipeline.config.job import InputConfig
 from pipeline.estimate.forecast import window_rows
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
-from pipeline.generate.stage_config import chat_url, make_stage_configs
+from pipeline.generate.stage_config import chat_urls, make_stage_configs
 from pipeline.input.datasource import CorpusDatasource
 from pipeline.input.id_matching import DoneRows
 from pipeline.input.input_plan import InputPlan
@@ -108,7 +108,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """The stages of a planned run. Their dtype is resolved, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
     tokens, generator = make_stage_configs(config, planned.model, planned.dtype, pool)
-    tokens = replace(tokens, chat_url=chat_url(planned.input.listing.format), has_choices=planned.input.has_choices)
+    tokens = replace(tokens, chat_urls=chat_urls(planned.input.listing.format), has_choices=planned.input.has_choices)
     return PipelineSpec(
         input=config.input,
         plan=work.plan,

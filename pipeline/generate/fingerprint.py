@@ -59,7 +59,7 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     for section, names in (
         ("sampling", None),
         ("prefill", None),
-        ("input", (*PROMPT_SOURCES, "chat", "system", "id_column", "too_long", "limit")),
+        ("input", (*PROMPT_SOURCES, "chat", "system", "continue_final_message", "id_column", "too_long", "limit")),
         ("limits", ("max_line_bytes",)),
     ):
         values: dict[str, Json] = getattr(config, section).model_dump(mode="json")

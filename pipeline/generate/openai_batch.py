@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from pipeline.formatting import Json
 from pipeline.input.line_reader import RowError
-from pipeline.input.openai_rows import CHAT_URL, requested_samples
+from pipeline.input.openai_rows import CHAT_URLS, requested_samples
 from pipeline.schema import CHOICE, DUPLICATE_ID, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
@@ -252,7 +252,7 @@ def _rows(folder: RunFolder, status: str, samples: int) -> Iterator[AnswerRow]:
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=wanted):
                 for row in batch.to_pylist():
                     url = row.pop("url", None)
-                    row["is_chat"] = url == CHAT_URL
+                    row["is_chat"] = url in CHAT_URLS
                     if SOURCE_ID in row:
                         line = {"method": row.pop("method"), "url": url, "body": row.pop("body")}
                         row["samples"] = 1 if row["id"] == row[SOURCE_ID] else _samples(line, samples)

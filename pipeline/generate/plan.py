@@ -27,6 +27,7 @@ from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
 from pipeline.input.input_plan import InputPlan, columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
+from pipeline.input.sample_prompts import remark_on_last_messages
 from pipeline.input.scan import FileScan
 from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
@@ -101,6 +102,8 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     if earlier is None and (remark := unused_chat_template(chat, config, listing.format)):
         log(remark)
     chat = used_chat_template(chat, config, listing.format, scans, log)
+    if earlier is None and chat is not None and (remark := remark_on_last_messages(plan, config.input)):
+        log(remark)
     run_fingerprint = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
     began = started_at(earlier)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC), columns=columns)

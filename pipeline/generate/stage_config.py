@@ -9,7 +9,7 @@ from actors.generator import GeneratorConfig
 from pipeline.checkpoint import ResolvedModel, adapter_path, worker_path
 from pipeline.cluster.pool import Pool
 from pipeline.config.job import JobConfig
-from pipeline.input.openai_rows import CHAT_URL
+from pipeline.input.openai_rows import CHAT_URLS
 from pipeline.stages.tokenize import TokenizeConfig
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.config.model import DecoderConfig
@@ -88,10 +88,10 @@ def make_tokenize_config(
 ) -> TokenizeConfig:
     """The configuration of the tokenising tasks. `source`: the tokenizer's path; `format`: the input's."""
     return TokenizeConfig(
-        source, model, sampling, config.input.too_long, chat=config.input.is_chat, chat_url=chat_url(format)
+        source, model, sampling, config.input.too_long, chat=config.input.is_chat, chat_urls=chat_urls(format)
     )
 
 
-def chat_url(format: str) -> str | None:
-    """The value of the column `url` that marks a row as a chat; None if the format has no such column."""
-    return CHAT_URL if format == "openai_batch" else None
+def chat_urls(format: str) -> frozenset[str] | None:
+    """The values of the column `url` that mark a row as a chat; None if the format has no such column."""
+    return CHAT_URLS if format == "openai_batch" else None

@@ -16,6 +16,7 @@ from pipeline.input.arrow_types import Merge, final_json_type, merge_json_leaf, 
 from pipeline.input.columns import check_chosen_id, check_source
 from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS, Locations, Rows
+from pipeline.input.openai_rows import WANTED_URL
 from pipeline.input.prompt_templates import check_format, check_templates
 from pipeline.input.scan import FileScan
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
@@ -146,6 +147,10 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
         )
     check_format(listing.format, config)
     if listing.format == "openai_batch":
+        unknown = next((scan for scan in scans if scan.unknown_url is not None), None)
+        if unknown is not None and not any(scan.num_requests for scan in scans):
+            found = f"{unknown.unknown_url!r} in {unknown.file.path}"
+            raise ConfigError("input.path", f"{WANTED_URL}; no line has one of these, the first is {found}")
         return
     names = {PROMPT} if listing.format == "text" else {name for scan in scans for name in scan.columns}
     if not names:

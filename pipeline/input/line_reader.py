@@ -29,6 +29,7 @@ class Row:
     prompt: str | None = None
     tokens: list[int] | None = None
     messages: list[Json] | None = None  # a conversation in place of a prompt
+    continues: bool = False  # whether the answer continues the last of `messages`
     sampling: str | None = None  # JSON object
     samples: int | None = None  # how many answers it asks for; None: sampling.n
     error_code: str = ""

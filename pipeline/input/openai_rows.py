@@ -15,14 +15,18 @@ from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
 from pipeline.input.line_reader import JsonObject, Row, RowError
 from pipeline.json_size import count_marks
-from pipeline.openai.parameters import MAX_TOKEN_ID, BadParameter, ChatLine, CompletionLine, is_token_list, shown
+from pipeline.openai.parameters import MAX_TOKEN_ID, BadParameter, ChatLine, CompletionLine, is_token_list, shown, whole
 from pipeline.schema import BAD_LINE, BAD_MESSAGES, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
 
-BATCH_URL: Final = "/v1/completions"
+COMPLETION_URL: Final = "/v1/completions"
 CHAT_URL: Final = "/v1/chat/completions"
+CHAT_URLS: Final = frozenset({CHAT_URL, "/chat/completions"})
+"""In the lines of Azure's batches urls begin without the version."""
+URLS: Final = frozenset({COMPLETION_URL, "/completions"}) | CHAT_URLS
+WANTED_URL: Final = f"url must be {COMPLETION_URL!r} or {CHAT_URL!r}, or the same without '/v1'"
 BATCH_KEYS: Final = frozenset({"custom_id", "method", "url", "body"})
 BATCH_COLUMNS: Final = ("method", "url", "body")
-_IGNORED_KEYS: Final = frozenset({"model", "user", "n"})
+_IGNORED_KEYS: Final = frozenset({"model", "n"})
 
 
 def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
@@ -54,10 +58,12 @@ def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expan
         fields["body"] = json.dumps(body, ensure_ascii=False, allow_nan=False)
     except ValueError as error:  # NaN and Infinity: the answer file would not be JSON
         raise RowError(BAD_LINE, "body holds a number that JSON does not have (NaN or infinite)") from error
-    is_chat = value.get("url") == CHAT_URL
+    is_chat = fields.get("url") in CHAT_URLS
     try:
         row.samples = requested_samples(value, body)
-        row.sampling = _sampling(body, is_chat, row.samples or expansion.samples, expansion.temperature)
+        line = _parse(body, is_chat)
+        row.sampling = _sampling(line, row.samples or expansion.samples, expansion.temperature)
+        row.continues = isinstance(line, ChatLine) and bool(line.continue_final_message)
     except RowError as error:
         row.fail(error.code, error.reason)
     except BadParameter as error:
@@ -76,9 +82,9 @@ def requested_samples(value: Mapping[str, Json], body: JsonObject) -> int | None
     """How many answers a line asks for, None if it does not say; RowError for another method or URL, or a bad `n`."""
     if value.get("method") != "POST":
         raise RowError(BAD_PARAMETERS, f"method must be 'POST', got {shown(value.get('method'))}")
-    if value.get("url") not in (BATCH_URL, CHAT_URL):
-        raise RowError(BAD_PARAMETERS, f"url must be {BATCH_URL!r} or {CHAT_URL!r}, got {shown(value.get('url'))}")
-    n = body.get("n")
+    if not isinstance(url := value.get("url"), str) or url not in URLS:
+        raise RowError(BAD_PARAMETERS, f"{WANTED_URL}, got {shown(url)}")
+    n = whole(body.get("n"))
     if n is None or (type(n) is int and 1 <= n <= MAX_SAMPLES):
         return n
     raise RowError(BAD_PARAMETERS, f"body.n must be an integer from 1 to {MAX_SAMPLES}, got {shown(n)}")
@@ -100,13 +106,18 @@ def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
     raise RowError(PROMPT_NOT_TEXT, f"body.prompt must be {wanted}, got {shown(prompt)}")
 
 
-def _sampling(body: JsonObject, is_chat: bool, samples: int, temperature: float) -> str | None:
+def _parse(body: JsonObject, is_chat: bool) -> CompletionLine | ChatLine:
+    if is_chat:
+        return ChatLine.parse(body, ignored=_IGNORED_KEYS | {"messages"})
+    return CompletionLine.parse(body, ignored=_IGNORED_KEYS | {"prompt"})
+
+
+def _sampling(line: CompletionLine | ChatLine, samples: int, temperature: float) -> str | None:
     """A line's own sampling parameters by the names of `sampling.*`, as JSON; None if it has none.
 
     `samples` is the number of its answers, `temperature` the one that holds if it gives none.
     """
-    line = ChatLine if is_chat else CompletionLine
-    own = line.parse(body, ignored=_IGNORED_KEYS | {"messages" if is_chat else "prompt"}).row_parameters()
+    own = line.row_parameters()
     if samples > 1 and not own.get("temperature", temperature):
         raise BadParameter("temperature", f"must be above 0: {samples} answers at temperature 0 are the same")
     return to_json(own) if own else None

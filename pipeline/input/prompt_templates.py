@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Protocol
 
-from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_messages
+from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_continues, check_messages
 from actors.templates.sandbox import Template, TemplateError
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.line_reader import Row
@@ -21,7 +21,9 @@ from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
 
 BATCH_MESSAGES = "messages"
 """The field of an OpenAI batch line that holds a conversation."""
-OF_LINES = ("template", "templates", "messages_column", "chat", "system")
+CONTINUES = "continue_final_message"
+"""The field of an OpenAI batch line that says whether the last message is continued."""
+OF_LINES = ("template", "templates", "messages_column", "chat", "system", "continue_final_message")
 """Keys that have no meaning for OpenAI batch lines, which say the same themselves."""
 ROW = "row"
 """The name by which templates get all columns of a row, unless the input has a column of that name."""
@@ -68,6 +70,8 @@ class Prompter:
     """The time that templates see: that of the run's start, so that a resume renders the same."""
     binds_row: bool = True
     """Whether templates get all columns as `row`."""
+    continues: bool | None = False
+    """Whether answers continue the last message of a conversation; None: of batch lines, which say it themselves."""
 
     @classmethod
     def of(
@@ -84,7 +88,16 @@ class Prompter:
         messages = BATCH_MESSAGES if format == "openai_batch" else config.messages_column
         if not templates and messages is None and not config.chat:
             return None
-        return cls(templates, messages, config.chat, config.system, chat, now, binds_row=ROW not in columns)
+        return cls(
+            templates,
+            messages,
+            config.chat,
+            config.system,
+            chat,
+            now,
+            binds_row=ROW not in columns,
+            continues=None if format == "openai_batch" else config.continue_final_message,
+        )
 
     def make(self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]) -> list[Made]:
         """A prompt for each document, with the template of that name. `fields`: its columns (`prompt_fields`)."""
@@ -100,7 +113,8 @@ class Prompter:
             else:
                 made[row] = found
         if self.chat is not None and chats:
-            rendered = self.chat.render_rows(list(chats.values()), now=self.now)
+            continues = {number for number, row in enumerate(chats) if self._continues(fields[row])}
+            rendered = self.chat.render_rows(list(chats.values()), now=self.now, continues=continues)
             for row, answer in zip(chats, rendered, strict=True):
                 made[row] = _checked(answer, "chat template")
         return made
@@ -120,11 +134,16 @@ class Prompter:
             )
         try:
             messages = check_messages(_parsed(given))
+            if self._continues(fields):
+                check_continues(messages)
         except MessagesError as error:
             return Failure(BAD_MESSAGES, str(error))
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages
+
+    def _continues(self, fields: Mapping[str, object]) -> bool:
+        return bool(fields.get(CONTINUES)) if self.continues is None else self.continues
 
 
 def _parsed(messages: object) -> object:
@@ -226,5 +245,5 @@ def prompt_fields(row: Row, format: str) -> Mapping[str, object]:
     if format == "text":
         return {PROMPT: row.prompt}
     if format == "openai_batch":
-        return {} if row.messages is None else {BATCH_MESSAGES: row.messages}
+        return {} if row.messages is None else {BATCH_MESSAGES: row.messages, CONTINUES: row.continues}
     return row.fields

@@ -57,7 +57,7 @@ def read_file(
     rows_per_block: int = 1024,
     prompter: PromptMaker | None = None,
     is_done: Mask | None = None,
-) -> Iterator[pa.Table]:
+) -> Generator[pa.Table, None, None]:
     """The rows of file `index` as blocks of `plan.schema`, of up to `rows_per_block` rows and about 32 MiB.
 
     `prompter` renders prompts, but not for rows that are done (bool [rows]). Raises RuntimeError if the file is not the

@@ -1,15 +1,20 @@
-"""A few prompts of an input for measurements on a sample: the first distinct ones that are fit to run."""
+"""The first rows of an input: prompts for measurements on a sample, and what a run says about its conversations."""
 
+import json
+from contextlib import closing
 from datetime import UTC, datetime
 from itertools import islice
+from typing import Any
 
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.files import list_input
-from pipeline.input.input_plan import columns_of, plan_input
+from pipeline.input.input_plan import InputPlan, columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
 from pipeline.input.scan import scan_file
 from pipeline.schema import PROMPT
+
+NUM_LOOKED_AT = 256  # rows, for a remark
 
 
 def read_prompts(config: InputConfig, count: int) -> list[str]:
@@ -34,3 +39,32 @@ def read_prompts(config: InputConfig, count: int) -> list[str]:
     if not found:
         raise ConfigError("input.path", f"no usable prompt in {', '.join(config.path)}")
     return list(found)
+
+
+def remark_on_last_messages(plan: InputPlan, config: InputConfig) -> str | None:
+    """A remark if some of the first conversations end with the assistant's message, and are not to be continued."""
+    is_batch = plan.listing.format == "openai_batch"
+    column = "body" if is_batch else config.messages_column
+    if column is None or config.continue_final_message:
+        return None
+    first = next(index for index, rows in enumerate(plan.num_rows_per_file) if rows)
+    with closing(read_file(plan, first, config, NUM_LOOKED_AT)) as blocks:
+        values = next(blocks)[column].to_pylist()
+    if (num_open := sum(_ends_with_answer(value, is_batch) for value in values)) == 0:
+        return None
+    how = "continue_final_message in a line" if is_batch else "input.continue_final_message=true"
+    return (
+        f"{num_open} of the first {len(values)} rows end with a message of the assistant, and get another one after "
+        f"it; {how} continues it instead"
+    )
+
+
+def _ends_with_answer(value: Any, is_batch: bool) -> bool:
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(parsed) if isinstance(parsed, str) else parsed  # of a column that has lists and texts
+        messages = parsed["messages"] if is_batch else parsed
+        continues = is_batch and parsed.get("continue_final_message")
+        return bool(messages[-1]["role"] == "assistant" and not continues)
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError):  # the row fails, and says why
+        return False

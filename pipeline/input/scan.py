@@ -48,7 +48,7 @@ from pipeline.input.ids import (
 )
 from pipeline.input.line_reader import BLOCK_BYTES, Row
 from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches
-from pipeline.input.openai_rows import BATCH_COLUMNS
+from pipeline.input.openai_rows import BATCH_COLUMNS, URLS
 from pipeline.openai.parameters import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
@@ -72,6 +72,8 @@ class FileScan:
     first_error: str | None = None
     id_sum: int | None = None  # `ids.sum_digests` of its rows, if it was asked for
     num_chats: int = 0  # OpenAI batch lines that are conversations
+    num_requests: int = 0  # OpenAI batch lines with a url that is served here
+    unknown_url: str | None = None  # the first of another line
     has_choices: bool = False  # whether a batch line asks for more than text (`schema.CHOICE`)
     counts: NDArray[np.int32] | None = None  # rows per document, if they differ and a limit may cut the file
 
@@ -102,6 +104,7 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
     columns, expansion = _ColumnTypes(listing.format, header, config), listing.expansion
     digests, counts = bytearray(), array("i")
     num_bytes = num_own_ids = num_chats = 0
+    num_requests, unknown_url = 0, None
     first_error, has_choices = None, False
     with open_stream(listing.filesystem, file) as stream:
         rows = iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes, expansion)
@@ -112,6 +115,9 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
             columns.add(row)
             num_own_ids += row.id is not None
             num_chats += row.messages is not None
+            if listing.format == "openai_batch" and (url := row.fields.get("url")) is not None:
+                num_requests += url in URLS
+                unknown_url = unknown_url if url in URLS else unknown_url or str(url)
             has_choices = has_choices or asks_for_choice(row.sampling)
             if listing.format != "text":
                 check_indexed(len(digests) // DIGEST.itemsize + counts[-1], file.path)
@@ -136,6 +142,8 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
         is_batch=sniff_batch(listing.filesystem, file) if is_json else None,
         first_error=first_error,
         num_chats=num_chats,
+        num_requests=num_requests,
+        unknown_url=unknown_url,
         has_choices=has_choices,
         counts=None if is_even or config.limit is None else per_document,
     )

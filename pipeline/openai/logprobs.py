@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-from skipdecode.checkpoint.detokenizer import REPLACEMENT
+from skipdecode.checkpoint.detokenizer import REPLACEMENT, IncrementalDetokenizer
 from skipdecode.engine.results import TokenLogprobs
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,15 +22,11 @@ class TextOffsets:
     """Where each token of a text begins, in characters; tokens that are parts of a character begin where it does."""
 
     def __init__(self, decode: Decode, start: int = 0) -> None:
-        self._decode, self._num_chars = decode, start
-        self._tokens: list[int] = []  # parts of a character so far
+        self._text, self._num_chars = IncrementalDetokenizer(decode), start
 
     def next(self, token: int) -> int:
-        self._tokens.append(token)
-        begin, text = self._num_chars, self._decode(self._tokens)
-        if not text.endswith(REPLACEMENT):
-            self._num_chars += len(text)
-            self._tokens = []
+        begin = self._num_chars + self._text.num_uncertain
+        self._num_chars += len(self._text.push(token))
         return begin
 
 

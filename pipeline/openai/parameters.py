@@ -1,7 +1,8 @@
 """The parameters of OpenAI's completions and chats, checked by pydantic: HTTP requests and batch lines share them.
 
-A parameter that this program does not have is refused, unless its value asks for nothing; null means absent, as in the
-API. Prompts and messages are checked elsewhere: `pipeline.service.requests`, `pipeline.input.openai_rows`.
+A parameter that this program does not have (`unsupported`) is refused, unless its value asks for nothing; null means
+absent, as in the API. Prompts and messages are checked elsewhere: `pipeline.service.requests`,
+`pipeline.input.openai_rows`.
 """
 
 import difflib
@@ -10,16 +11,28 @@ import re
 from collections.abc import Mapping, Set
 from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.formatting import Json
+from pipeline.openai.unsupported import BATCH, CHATS, COMMON, COMPLETIONS, WITHOUT_EFFECT, Unsupported
 
 MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 1000
+"""What may become a stop string is held back, and compared with it at each token."""
 MAX_LOGPROBS: Final = 5  # OpenAI
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
 MAX_INT: Final = 2**63 - 1
 MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
-PositiveInt: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
+
+
+def whole(value: Json) -> Json:
+    """A float without a fraction as an integer: JSON does not tell 6.0 from 6, and some clients send the former."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer: TypeAlias = Annotated[int, BeforeValidator(whole)]
+PositiveInt: TypeAlias = Annotated[Integer, Field(ge=1, le=MAX_INT)]
+StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class BadParameter(ValueError):
@@ -35,22 +48,17 @@ class RequestParameters(BaseModel):
     """What completions and chats have in common."""
 
     model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
-    NEUTRAL: ClassVar[dict[str, tuple[Json, str]]] = {
-        "presence_penalty": (0, "0"),
-        "frequency_penalty": (0, "0"),
-        "logit_bias": ({}, "empty"),
-    }
-    """Parameters that this program does not have: the one value that is accepted, since it asks for nothing."""
+    UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = COMMON
 
     max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    """Another name of `max_tokens`, and wins over it."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=MAX_INT)] | None = None
     """-1 and 0: no limit."""
-    seed: Annotated[int, Field(ge=-(2**63), le=MAX_INT)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)] | None = (
-        None
-    )
+    seed: Annotated[Integer, Field(ge=-(2**63), le=MAX_INT)] | None = None
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
 
     @field_validator("stop", mode="before")
@@ -61,16 +69,19 @@ class RequestParameters(BaseModel):
     @classmethod
     def parse(cls, body: Mapping[str, Json], ignored: Set[str] = frozenset()) -> Self:
         """The parameters of a request body, whose `ignored` keys others check; BadParameter names the one at fault."""
-        given = {key: value for key, value in body.items() if value is not None and key not in ignored}
-        for key, value in given.items():
-            if key in cls.NEUTRAL:
-                only, wording = cls.NEUTRAL[key]
-                if value != only or isinstance(value, bool) != isinstance(only, bool):
-                    raise BadParameter(key, f"must be {wording}, got {shown(value)}")
-            elif key not in cls.model_fields:
+        given: dict[str, Json] = {}
+        for key, value in body.items():
+            if value is None or key in ignored or key in WITHOUT_EFFECT:
+                continue
+            if key in cls.model_fields:
+                given[key] = value
+            elif key not in cls.UNSUPPORTED:
                 # get_close_matches takes quadratic time, and no long key is a slip of the pen
                 close = difflib.get_close_matches(key, cls.model_fields, n=1) if len(key) < 64 else []
-                raise BadParameter(key, "is not supported; remove it" + (f" (or is it {close[0]}?)" if close else ""))
+                raise BadParameter(key, "is not known; remove it" + (f" (or is it {close[0]}?)" if close else ""))
+            elif not (found := cls.UNSUPPORTED[key]).accepts(value):
+                wanted = " or ".join(shown(neutral) for neutral in (*found.neutral, None))
+                raise BadParameter(key, f"must be {wanted}, got {shown(value)}: {found.why}")
         try:
             return cls.model_validate(given)
         except ValidationError as error:
@@ -85,7 +96,7 @@ class RequestParameters(BaseModel):
 
     @property
     def max_new_tokens(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that the request sets, by the names of `skipdecode.config.sampling.Sampling`."""
@@ -102,12 +113,12 @@ class RequestParameters(BaseModel):
 
 
 class CompletionParameters(RequestParameters):
-    NEUTRAL = RequestParameters.NEUTRAL | {"best_of": (1, "1"), "suffix": (None, "null")}
+    UNSUPPORTED = COMPLETIONS
 
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=0, le=MAX_INT)] | None = None
     """0: the prompt alone, with `echo`."""
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> Self:
@@ -117,31 +128,26 @@ class CompletionParameters(RequestParameters):
 
 
 class ChatParameters(RequestParameters):
-    NEUTRAL = RequestParameters.NEUTRAL | {
-        "tools": ([], "empty: tools are not supported"),
-        "tool_choice": ("none", '"none": tools are not supported'),
-        "response_format": ({"type": "text"}, '{"type": "text"}: other formats are not supported'),
-        "modalities": (["text"], '["text"]'),
-        "store": (False, "false"),
-    }
+    UNSUPPORTED = CHATS
 
-    max_completion_tokens: PositiveInt | None = None
-    """Another name of `max_tokens`, and wins over it."""
-    parallel_tool_calls: bool | None = None
-    """Without effect, since there are no tools."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """The opposite of `continue_final_message`."""
 
-    @property
-    def max_new_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-BATCH_NEUTRAL: Final[dict[str, tuple[Json, str]]] = {"stream": (False, "false"), "stream_options": (None, "null")}
+    @model_validator(mode="after")
+    def _check_generation_prompt(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadParameter("add_generation_prompt", "must be false where continue_final_message is true")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise BadParameter("add_generation_prompt", "may be false with continue_final_message=true only")
+        return self
 
 
 class CompletionLine(CompletionParameters):
     """A line of a batch file for completions."""
 
-    NEUTRAL = CompletionParameters.NEUTRAL | BATCH_NEUTRAL
+    UNSUPPORTED = COMPLETIONS | BATCH
 
     def row_parameters(self) -> dict[str, Any]:
         """What the line sets, by the keys of `sampling`: for the text, and for scores and the echo beside it."""
@@ -156,7 +162,14 @@ class CompletionLine(CompletionParameters):
 class ChatLine(ChatParameters):
     """A line of a batch file for chats."""
 
-    NEUTRAL = ChatParameters.NEUTRAL | BATCH_NEUTRAL | {"logprobs": (False, "false"), "top_logprobs": (0, "0")}
+    UNSUPPORTED = (
+        CHATS
+        | BATCH
+        | {
+            "logprobs": Unsupported("chats of a batch have no log-probabilities", (False,)),
+            "top_logprobs": Unsupported("chats of a batch have no log-probabilities", (0,)),
+        }
+    )
 
     def row_parameters(self) -> dict[str, Any]:
         return self.sampling()

@@ -3,6 +3,7 @@
 Called from any thread. No Ray.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence
 from datetime import datetime
@@ -28,6 +29,7 @@ class Prompts:
         self.generator, self.config = generator, config
         self.chat_template: ChatTemplate | None = None
         self._no_template = ""
+        self._has_remarked = False
         source = generator.config.tokenizer or generator.config.source
         try:
             self.chat_template = load_chat_template(source, generator.model.config.model_type)
@@ -42,7 +44,7 @@ class Prompts:
             raise BadParameter("prompt", f"holds {len(asked.prompt)} prompts, at most {limit} may come in one request")
         prompts = [self._tokens("prompt", prompt) for prompt in asked.prompt]
         sampling = self._sampling(asked, self.config.sampling.max_new_tokens)
-        self._check_n(asked, sampling, 1 if asked.max_tokens == 0 else limit // len(prompts))
+        self._check_n(asked, sampling, 1 if asked.max_new_tokens == 0 else limit // len(prompts))
         for tokens in prompts:
             self._check_fit("prompt", tokens, sampling.max_new_tokens)
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
@@ -76,8 +78,15 @@ class Prompts:
         if self.chat_template is None:
             message = f"the model {self.config.served_name!r} has no chat template{self._no_template}"
             raise ApiError(400, f"{message}; send a prompt to /v1/completions", code="no_chat_template")
+        continues = bool(asked.continue_final_message)
+        if not continues and asked.messages[-1]["role"] == "assistant" and not self._has_remarked:
+            self._has_remarked = True
+            logging.getLogger("ray.serve").warning(
+                "a conversation ends with a message of the assistant and gets another one after it; "
+                "continue_final_message=true continues it instead (said once)"
+            )
         try:
-            return self.chat_template.render(asked.messages, now=datetime.now())
+            return self.chat_template.render(asked.messages, now=datetime.now(), continues=continues)
         except TemplateRaised as error:
             message = f"messages: the chat template refuses them: {error}"
         except TemplateError as error:

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from actors.templates.chat_template import Message, MessagesError, check_messages
+from actors.templates.chat_template import Message, MessagesError, check_continues, check_messages
 from pipeline.formatting import Json
 from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.openai.parameters import (
     BadParameter,
     ChatParameters,
     CompletionParameters,
+    Integer,
     PositiveInt,
     RequestParameters,
     is_token_list,
@@ -23,6 +24,7 @@ MAX_CHAT_LOGPROBS: Final = 20  # OpenAI
 MAX_ID_CHARS: Final = 512
 Prompt: TypeAlias = str | list[int]
 """A text, or its token ids."""
+StreamOption: TypeAlias = Literal["include_usage", "include_obfuscation", "continuous_usage_stats"]
 
 
 def parse_body(body: bytes) -> dict[str, Json]:
@@ -51,15 +53,10 @@ class HttpParameters(RequestParameters):
     """What HTTP requests have beside the parameters of batch lines."""
 
     model: str | None = None
-    user: Any = None
-    """Without effect."""
     n: PositiveInt | None = None
     """Answers to each prompt; null: 1."""
     stream: bool | None = None
-    stream_options: (
-        Annotated[dict[Literal["include_usage", "include_obfuscation"], bool], Field(max_length=2, fail_fast=True)]
-        | None
-    ) = None
+    stream_options: Annotated[dict[StreamOption, bool | None], Field(max_length=3, fail_fast=True)] | None = None
     row_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] = ""
     """Extension: decides the random numbers together with the seed, as a row's `id` does offline."""
     return_token_ids: bool | None = None
@@ -69,13 +66,19 @@ class HttpParameters(RequestParameters):
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if any((self.stream_options or {}).values()) and not self.stream:
             raise BadParameter("stream_options", "goes with stream=true only")
         return self
 
     @property
     def include_usage(self) -> bool:
+        """Whether the last event of a stream has the usage."""
         return bool(self.stream_options and self.stream_options.get("include_usage"))
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every event of a stream has the usage so far, as in vLLM."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.get("continuous_usage_stats"))
 
 
 class CompletionRequest(CompletionParameters, HttpParameters):
@@ -102,7 +105,7 @@ class CompletionRequest(CompletionParameters, HttpParameters):
 class ChatRequest(ChatParameters, HttpParameters):
     messages: list[Message]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
 
     @field_validator("messages", mode="plain")
     @classmethod
@@ -117,7 +120,16 @@ class ChatRequest(ChatParameters, HttpParameters):
         return messages
 
     @model_validator(mode="after")
+    def _check_continues(self) -> Self:
+        try:
+            if self.continue_final_message:
+                check_continues(self.messages)
+        except MessagesError as error:
+            raise BadParameter(error.field, error.reason) from error
+        return self
+
+    @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise BadParameter("top_logprobs", "goes with logprobs=true only")
         return self

@@ -51,16 +51,16 @@ class TokenizeConfig:
     too_long: str
     chat: bool = False
     """Whether prompts were rendered by a chat template, and so contain their special tokens."""
-    chat_url: str | None = None
-    """The value of the column `url` in rows that were rendered by a chat template; None if `chat` tells for all."""
+    chat_urls: frozenset[str] | None = None
+    """The values of the column `url` in rows that were rendered by a chat template; None if `chat` tells for all."""
     has_choices: bool = False
     """Whether some rows ask for more than text (`schema.CHOICE`)."""
 
     def is_rendered(self, table: pa.Table) -> list[bool]:
         """For each row, whether its prompt contains its special tokens already."""
-        if self.chat_url is None:
+        if self.chat_urls is None:
             return [self.chat] * table.num_rows
-        return [url == self.chat_url for url in table["url"].to_pylist()]
+        return [url in self.chat_urls for url in table["url"].to_pylist()]
 
 
 @lru_cache(maxsize=2)

@@ -22,6 +22,9 @@ TEMPLATE = """\
 {% if m.content == 'date' %}{{ strftime_now('%Y') }}{% endif %}\
 {{ m.role[0] }}:{{ m.content }}
 {% endfor %}{% if add_generation_prompt %}a:{% endif %}"""
+EXTENSIONS = (
+    "return_token_ids", "row_id", "return_layers", "top_k", "continue_final_message", "add_generation_prompt"
+)  # fmt: skip
 USER = [{"role": "user", "content": "ab"}]
 
 
@@ -64,7 +67,7 @@ def offline(generator: Generator, messages: Any, max_tokens: int, row_id: str = 
 
 
 def ask(client: openai.OpenAI, messages: Any = USER, **keys: Any) -> Any:
-    own = {name: keys.pop(name) for name in ("return_token_ids", "row_id", "return_layers", "top_k") if name in keys}
+    own = {name: keys.pop(name) for name in EXTENSIONS if name in keys}
     return client.chat.completions.create(
         **{"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 0, **keys}, extra_body=own
     )

@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.templates.chat_template import ChatTemplate, MessagesError, check_messages
+from actors.templates.chat_template import PASSED_ON, ChatTemplate, MessagesError, check_continues, check_messages
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateRaised
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -127,6 +127,51 @@ def test_any_conversation_is_that_of_transformers(both: Callable[[str], Any], da
     theirs, chat_template = both(kind)
     expected = outcome(lambda: theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     assert outcome(lambda: chat_template.render(check_messages(chat), now=datetime.now())) == expected
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_continued_message_is_that_of_transformers(both: Callable[[str], Any], kind: str) -> None:
+    theirs, chat_template = both(kind)
+    for last in ("It is", " It is  ", "", "It\n\n", "</think>\n\nIt is", "is </s> <|im_end|> [/INST]", "東京 🙂"):
+        chat = [*USER, {"role": "assistant", "content": last}]
+        expected = outcome(partial(theirs.apply_chat_template, chat, continue_final_message=True, tokenize=False))
+        if expected.startswith("continue_final_message is set but the final message does not appear"):
+            expected = "the template changes the last message, so that it cannot be continued"
+        assert (
+            outcome(partial(chat_template.render, check_messages(chat), now=datetime.now(), continues=True)) == expected
+        )
+        plain, continued = chat_template.render_rows([USER, chat], now=datetime.now(), continues={1})
+        assert (plain, str(continued)) == (chat_template.render(USER, now=datetime.now()), expected)
+    with pytest.raises(MessagesError, match=r"messages\[0\]\.role must be 'assistant' for .*, got 'user'"):
+        check_continues(USER)
+
+
+def test_reasoning_is_read_as_transformers_has_it(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    source = "{% for m in messages %}<{{ m.thinking }}|{{ m.reasoning_content }}>{{ m.content }}{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(source)
+    own = loaded(folder("chatml"), "llama", tmp_path / "mine.jinja")
+    theirs = AutoTokenizer.from_pretrained(folder("chatml"))
+    for more in (
+        {},
+        {"reasoning_content": "a"},
+        {"thinking": "a"},
+        {"reasoning": "a"},
+        {"thinking": "a", "reasoning": "b"},
+    ):
+        chat = [{"role": "assistant", "content": "x", **more}]
+        expected = theirs.apply_chat_template(chat, chat_template=source, tokenize=False)
+        assert own.render(check_messages(chat), now=NOW) == expected
+
+
+def test_keys_that_say_nothing_change_no_prompt() -> None:
+    plain = [{"role": "user", "content": "a"}]
+    for more in (
+        {"type": "text"}, {"weight": 0}, {"metadata": {"a": 1}}, {"id": "m1"}, {"annotations": [1]}, {"refusal": None},
+        {"tool_calls": []}, {"audio": {}}, {"prefix": False}, {"cache_control": {"type": "ephemeral"}}, {"refusal": ""},
+    ):  # fmt: skip
+        assert check_messages([plain[0] | more]) == plain, more
+    for more in ({"cache_control": {"type": "x"}}, {"annotations": []}, {"index": 0, "id": "p"}, {"x": None}):
+        assert check_messages([{"role": "user", "content": [{"type": "text", "text": "a", **more}]}]) == plain, more
 
 
 def test_many_conversations_at_once(folder: Callable[[str], Path]) -> None:
@@ -307,7 +352,7 @@ def test_whatever_is_given_is_messages_or_one_error(value: Any) -> None:
         messages = check_messages(value)
     except MessagesError:
         return
-    assert all(m.keys() <= {"role", "content", "name"} and set(map(type, m.values())) == {str} for m in messages)
+    assert all(m.keys() <= set(PASSED_ON) and set(map(type, m.values())) == {str} for m in messages)
 
 
 @pytest.mark.slow

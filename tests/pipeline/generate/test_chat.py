@@ -14,7 +14,7 @@ from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError, InputConfig, JobConfig, ModelConfig, SamplingConfig
 from pipeline.generate.plan import UNUSED, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.input.expansion import Expansion
-from pipeline.input.openai_rows import CHAT_URL
+from pipeline.input.openai_rows import CHAT_URL, CHAT_URLS
 from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
 from pipeline.stages.tokenize import TokenizeConfig, tokenize
@@ -54,8 +54,8 @@ def tokenized(model: ResolvedModel, path: Path, **keys: Any) -> list[dict[str, A
     job = JobConfig(model=ModelConfig(source=str(model.folder)), input=InputConfig(path=(str(path),), **keys))
     plan = make_plan(job.input, Expansion.of(job.input, SamplingConfig()))
     prompter = Prompter.of(job.input, plan.listing.format, find_chat_template(job, model), datetime.now(UTC))
-    url = CHAT_URL if plan.listing.format == "openai_batch" else None
-    config = TokenizeConfig(str(model.folder), model.config, Sampling(8), "fail_row", job.input.is_chat, url)
+    urls = CHAT_URLS if plan.listing.format == "openai_batch" else None
+    config = TokenizeConfig(str(model.folder), model.config, Sampling(8), "fail_row", job.input.is_chat, urls)
     (block,) = read_file(plan, 0, job.input, prompter=prompter)
     rows: list[dict[str, Any]] = tokenize(block, config=config).to_pylist()
     return rows

@@ -10,8 +10,9 @@ import pytest
 
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.sandbox import Template
+from pipeline.input.sample_prompts import remark_on_last_messages
 from pipeline.json_size import MAX_MARKS
-from tests.support.input_helpers import write, write_jsonl
+from tests.support.input_helpers import make_config, make_plan, write, write_jsonl
 from tests.support.prompt_helpers import read, texts
 
 pytestmark = pytest.mark.process  # the sandbox is one
@@ -45,6 +46,47 @@ def test_a_prompt_becomes_a_message(tmp_path: Path, chat: ChatTemplate) -> None:
     assert texts(rows[:2]) == [chatml(("user", "A: Hi")), chatml(("user", "Hi!"))]
     rows = read(path, through("{{ strftime_now('%d %B %Y') }}"), chat=True)
     assert texts(rows[:1]) == ["04 July 2026"]
+
+
+def test_the_last_message_is_continued(tmp_path: Path, chat: ChatTemplate) -> None:
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes, and"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"m": begun}, {"m": json.dumps(begun)}, {"m": begun[:1]}])
+    wanted = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes, and"
+    rows = read(path, chat, messages_column="m", continue_final_message=True)
+    assert texts(rows[:2]) == [wanted, wanted]
+    assert rows[2]["error_code"] == "bad_messages"
+    assert "messages[0].role must be 'assistant' for continue_final_message" in rows[2]["error_message"]
+    said = [("user", "Hi"), ("assistant", "Yes, and")]
+    assert texts(read(path, chat, messages_column="m")[:1]) == [chatml(*said)]
+    head = {"method": "POST", "url": "/chat/completions"}  # as in Azure's batches
+    bodies: list[dict[str, Any]] = [{"continue_final_message": True}, {"add_generation_prompt": True}, {}]
+    bodies[0] |= {"add_generation_prompt": False}
+    lines = [{"custom_id": f"{n}", **head, "body": {"messages": begun} | body} for n, body in enumerate(bodies)]
+    rows = read(write_jsonl(tmp_path / "b.jsonl", lines), chat)
+    assert texts(rows) == [wanted, chatml(*said), chatml(*said)]
+
+
+def test_a_run_remarks_on_conversations_that_end_with_an_answer(tmp_path: Path) -> None:
+    ended = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"m": ended}, {"m": json.dumps(ended)}, {"m": ended[:1]}, {"m": "[7]"}])
+
+    def remark(path: Path, **keys: Any) -> str | None:
+        config = make_config(path, **keys)
+        return remark_on_last_messages(make_plan(config), config)
+
+    found = remark(path, messages_column="m")
+    assert found is not None
+    assert found.startswith("2 of the first 4 rows end with a message of the assistant")
+    assert "input.continue_final_message=true continues it" in found
+    assert remark(path, messages_column="m", continue_final_message=True) is None
+    assert remark(write_jsonl(tmp_path / "c.jsonl", [{"m": ended[:1]}]), messages_column="m") is None
+    assert remark(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "x"}])) is None
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ended}}
+    found = remark(write_jsonl(tmp_path / "e.jsonl", [line]))
+    assert found is not None
+    assert "continue_final_message in a line" in found
+    line["body"] = {"messages": ended, "continue_final_message": True}
+    assert remark(write_jsonl(tmp_path / "f.jsonl", [line])) is None
 
 
 def test_conversations(tmp_path: Path, chat: ChatTemplate) -> None:
@@ -111,11 +153,11 @@ def test_chats_and_completions_in_one_batch_file(tmp_path: Path, chat: ChatTempl
         ({"messages": [user], "max_completion_tokens": 3, "max_tokens": 9}, ""),
         ({"messages": [{"role": "developer", "content": "D"}, user], "n": 2, "temperature": 1}, ""),
         ({"messages": [parts], "response_format": {"type": "text"}, "tools": [], "store": False}, ""),
-        ({"messages": [user], "tools": [{"type": "function"}]}, "body.tools must be empty"),
+        ({"messages": [user], "tools": [{"type": "function"}]}, "body.tools must be [] or null"),
         ({"messages": [user], "response_format": {"type": "json_object"}}, "body.response_format must be"),
         ({"messages": [user], "max_completion_tokens": 0}, "body.max_completion_tokens must be"),
-        ({"messages": [user], "functions": []}, "body.functions is not supported"),
-        ({"messages": [user], "chat_template": "{{ 1 }}"}, "body.chat_template is not supported"),
+        ({"messages": [user], "functions": [{}]}, "body.functions must be [] or null"),
+        ({"messages": [user], "chat_template": "{{ 1 }}"}, "body.chat_template must be null"),
     ]
     lines = [{"custom_id": f"c{n}", **head, "body": body} for n, (body, _) in enumerate(bodies)]
     lines.append({"custom_id": "p", **head, "url": "/v1/completions", "body": {"prompt": "plain"}})

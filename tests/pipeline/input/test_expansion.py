@@ -202,7 +202,7 @@ def test_lines_say_their_own_n(tmp_path: Path) -> None:
     assert [row["id"] for row in rows] == ["a-0", "a-1", "b-0", "b-1", "b-2", "c-0", "c-1", "c-2"]
 
 
-@pytest.mark.parametrize("n", [0, -1, 1025, 10**30, True, 1.0, "2", [2]])
+@pytest.mark.parametrize("n", [0, -1, 1025, 10**30, True, 1.5, "2", [2]])
 def test_a_line_whose_n_is_none_fails(tmp_path: Path, n: Any) -> None:
     rows = all_rows(*sampled_plan(write_batch(tmp_path / "a.jsonl", [{"custom_id": "a", "n": n}]), SamplingConfig()))
     assert [(row["id"], row["error_code"]) for row in rows] == [("a", "bad_parameters")]

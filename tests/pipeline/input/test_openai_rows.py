@@ -42,7 +42,7 @@ def test_batch_is_found_and_normalised(tmp_path: Path) -> None:
         "frequency_penalty": 0.0,
         "logit_bias": {},
         "user": "u",
-        "min_p": None,
+        "min_p": 0,
     }
     path = write(tmp_path / "a.jsonl", "\nnot json\n" + json.dumps(batch_line(body)) + "\n")
     assert list_input(make_config(path)).format == "openai_batch"
@@ -115,24 +115,24 @@ def test_batch_bad_prompts(tmp_path: Path, prompt: Any, code: str, match: str) -
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("max_tokens", [0, -1, 1.0, True, "5", 2**63]),
+        ("max_tokens", [0, -1, 1.5, True, "5", 2**63]),
         ("temperature", [-0.1, True, "0", [0], 10**400]),
         ("top_p", [0, 1.1, -1, True, 10**400]),
         ("top_k", [-2, 1.5, True, 2**63]),
         ("seed", [1.5, True, 2**63, "1"]),
-        ("stop", ["", [""], ["a"] * 17, 5, [1], {"a": 1}]),
+        ("stop", ["", [""], ["a"] * 17, 5, [1], {"a": 1}, "a" * 1001]),
         ("ignore_eos", [1, 0, "true"]),
-        ("n", [0, True, 1.0]),
+        ("n", [0, True, 1.5]),
         ("best_of", [2, True]),
         ("echo", [0, 1]),
         ("stream", [True, 0]),
-        ("logprobs", [-1, 6, True, 1.0, "1"]),
-        ("suffix", ["", "x"]),
+        ("logprobs", [-1, 6, True, 1.5, "1"]),
+        ("suffix", ["x"]),
         ("presence_penalty", [0.1, True, 10**400]),
         ("frequency_penalty", [-1]),
         ("logit_bias", [{"5": 1}, 0]),
-        ("stream_options", [{}, {"include_usage": True}]),
-        ("min_p", [0.1, 0]),
+        ("stream_options", [{"include_usage": True}]),
+        ("min_p", [0.1, False]),
         ("messages", [[]]),
     ],
 )
@@ -164,9 +164,8 @@ def test_what_lines_ask_for_beside_text(tmp_path: Path, more: dict[str, Any], ow
         (
             batch_line({"prompt": "x"}, url="/v1/chat/completions"),
             "bad_parameters",
-            "body.prompt is not supported",
+            "body.prompt is not known",
         ),
-        (batch_line({"prompt": "x"}, url="/v1/embeddings"), "bad_parameters", "url must be '/v1/completions' or"),
         (batch_line({"prompt": "x"}, custom_id=5), "bad_line", "custom_id must be a non-empty string, got 5"),
         (batch_line({"prompt": "x"}, custom_id=""), "bad_line", "custom_id"),
         ({"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}, "bad_line", "custom_id"),
@@ -181,6 +180,26 @@ def test_batch_bad_lines(tmp_path: Path, line: dict[str, Any], code: str, match:
     assert row["error_code"] == code
     assert match in row["error_message"]
     assert row["id"] == ("r" if line.get("custom_id") == "r" else "one.jsonl:0")
+
+
+def test_lines_of_azure_have_urls_without_a_version(tmp_path: Path) -> None:
+    row = read_batch(tmp_path, batch_line({"model": "my-deployment", "prompt": "x"}, url="/completions"))
+    assert (row["prompt"], row["error_code"], row["url"]) == ("x", "", "/completions")
+    line = batch_line({"messages": [{"role": "user", "content": "x"}]}, url="/chat/completions")
+    row = read_batch(tmp_path, line)
+    assert (row["prompt"], row["error_code"], row["url"]) == (None, "", "/chat/completions")
+
+
+def test_an_unknown_url_in_all_lines_is_refused_before_the_start(tmp_path: Path) -> None:
+    bad = [batch_line({"input": "x"}, url="/v1/embeddings", custom_id=str(n)) for n in range(3)]
+    write(tmp_path / "a.jsonl", "not json\n" + "".join(json.dumps(line) + "\n" for line in bad))
+    reason = (
+        r"url must be '/v1/completions' or .*; no line has one of these, the first is '/v1/embeddings' in .*a\.jsonl"
+    )
+    refuse(tmp_path, reason, format="openai_batch")
+    write_jsonl(tmp_path / "b.jsonl", [batch_line({"prompt": "x"})])
+    rows = read_rows(tmp_path, format="openai_batch")
+    assert [row["error_code"] for row in rows] == ["bad_line", *["bad_parameters"] * 3, ""]
 
 
 def test_batch_and_other_lines_do_not_mix(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from actors.generator import Generator
-from tests.support.chat_service import USER, ask, client, client_of, generator, offline, rendered, url
+from tests.support.chat_service import USER, ask, client, client_of, generator, offline, refused, rendered, url
 
 __all__ = ["client", "generator", "url"]  # fixtures
 
@@ -77,6 +77,23 @@ def test_the_limit_of_an_answer(client: openai.OpenAI, generator: Generator) -> 
     assert ask(client, max_tokens=9, max_completion_tokens=4).usage.completion_tokens == 4
     room = generator.model.config.max_position_embeddings - len(rendered(generator, USER))
     assert ask(client, max_tokens=openai.omit).usage.completion_tokens == room  # 256 would not fit
+
+
+def test_the_last_message_is_continued(
+    client: openai.OpenAI, generator: Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = [*USER, {"role": "assistant", "content": "c"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    choice = ask(client, begun, return_token_ids=True, **more).choices[0]
+    assert choice.prompt_token_ids == generator.tokenizer.encode_rendered(["</s>u:ab\na:c"])[0]
+    assert not caplog.records
+    for _ in range(2):
+        assert ask(client, begun, return_token_ids=True).choices[0].prompt_token_ids == rendered(generator, begun)
+    (record,) = caplog.records
+    assert "continue_final_message=true continues it" in record.message
+    param, code, message = refused(client, USER, extra=more)
+    assert (param, code) == ("messages[0].role", "invalid_value")
+    assert "must be 'assistant'" in message
 
 
 def test_stop(client: openai.OpenAI, generator: Generator) -> None:

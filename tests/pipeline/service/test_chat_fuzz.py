@@ -31,6 +31,7 @@ MESSAGE = st.fixed_dictionaries(
     optional={"name": TEXT},
 )
 MESSAGES = st.lists(MESSAGE, min_size=1, max_size=3)
+STREAM_OPTIONS = {"include_usage": st.booleans(), "continuous_usage_stats": st.booleans() | st.none(), "x": ANY}
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["tiny", "other"]),
     "n": st.integers(0, 3),
@@ -43,8 +44,10 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.booleans() | st.integers(0, 3),
     "top_logprobs": st.integers(-1, 21),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans(), "x": ANY}),
+    "stream_options": st.fixed_dictionaries({}, optional=STREAM_OPTIONS),
     "user": TEXT,
+    "continue_final_message": st.booleans(),
+    "add_generation_prompt": st.booleans(),
     "row_id": TEXT,
     "return_token_ids": st.booleans(),
     "return_layers": st.booleans(),
@@ -63,7 +66,7 @@ GOOD = st.fixed_dictionaries(
 
 
 def test_the_fuzzer_knows_every_parameter() -> None:
-    assert LIKELY.keys() | {"messages", "top_k", "ignore_eos", "parallel_tool_calls"} >= ChatRequest.model_fields.keys()
+    assert LIKELY.keys() | {"messages", "top_k", "ignore_eos"} >= ChatRequest.model_fields.keys()
 
 
 def fuzzed(url: str, num_examples: int) -> dict[int, int]:

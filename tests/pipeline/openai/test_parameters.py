@@ -1,0 +1,110 @@
+"""The parameters of OpenAI's and vLLM's APIs: at values that ask for nothing all pass, others are refused with why.
+
+tests/support/recorded/vllm_defaults.json has the parameters of vLLM's completions and chats, each at its default.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from pipeline.openai.parameters import BadParameter, ChatLine, CompletionLine, RequestParameters
+from pipeline.openai.unsupported import BATCH, CHATS, COMPLETIONS, WITHOUT_EFFECT
+from pipeline.service.requests import ChatRequest, CompletionRequest
+
+ROOT = Path(__file__).parents[3]
+DEFAULTS = json.loads((ROOT / "tests" / "support" / "recorded" / "vllm_defaults.json").read_text())
+PROMPTS = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+OF_PROMPTS = frozenset({"prompt", "messages", "model", "n"})  # others check these in a batch line
+KINDS: list[tuple[str, type[RequestParameters]]] = [
+    ("completions", CompletionRequest),
+    ("completions", CompletionLine),
+    ("chat", ChatRequest),
+    ("chat", ChatLine),
+]
+
+
+def parse(kind: type[RequestParameters], body: dict[str, Any]) -> RequestParameters:
+    prompt = {name: value for name, value in PROMPTS.items() if name in kind.model_fields}
+    return kind.parse(prompt | body, ignored=frozenset() if prompt else OF_PROMPTS)
+
+
+@pytest.mark.parametrize(("api", "kind"), KINDS)
+def test_every_parameter_of_vllm_passes_at_its_default(api: str, kind: type[RequestParameters]) -> None:
+    for name, value in DEFAULTS[api].items():
+        parse(kind, {name: value})
+    assert parse(kind, DEFAULTS[api]).sampling().keys() <= {
+        "max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("api", "kind"), KINDS)
+def test_every_parameter_of_openai_is_known(api: str, kind: type[RequestParameters]) -> None:
+    theirs = chat_create_params if api == "chat" else completion_create_params
+    names = set(get_type_hints(theirs.CompletionCreateParamsStreaming))
+    assert names - kind.model_fields.keys() - kind.UNSUPPORTED.keys() - WITHOUT_EFFECT - OF_PROMPTS == set()
+
+
+@pytest.mark.parametrize("kind", [kind for _, kind in KINDS])
+def test_every_neutral_value_passes_and_any_other_is_refused_with_the_reason(kind: type[RequestParameters]) -> None:
+    for name, unsupported in kind.UNSUPPORTED.items():
+        for neutral in (*unsupported.neutral, None):
+            parse(kind, {name: neutral})
+        for other in (7, True, "no such value", {"no": 1}, [7], 0.5):
+            if not unsupported.accepts(other):
+                with pytest.raises(BadParameter) as caught:
+                    parse(kind, {name: other})
+                assert caught.value.name == name
+                assert str(caught.value).endswith(f": {unsupported.why}")
+
+
+def test_null_and_labels_are_let_through() -> None:
+    for name in WITHOUT_EFFECT:
+        for value in ("x", {"a": "b"}, True, None):
+            parse(ChatRequest, {name: value})
+    assert parse(ChatRequest, {"no_such_parameter": None})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("repetition_penalty", 1.2, "repetition_penalty must be 1 or null, got 1.2: penalties are not supported"),
+        ("presence_penalty", False, "presence_penalty must be 0 or null, got false: penalties are not supported"),
+        ("skip_special_tokens", 1, "skip_special_tokens must be true or null, got 1: texts are without special tokens"),
+        ("reasoning_effort", "low", 'reasoning_effort must be null, got "low": the server does not tell reasoning'),
+        ("chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs must be {} or null, got"),
+        ("frequncy_penalty", 1, "frequncy_penalty is not known; remove it"),
+        ("max_token", 1, "max_token is not known; remove it (or is it max_tokens?)"),
+        ("add_generation_prompt", False, "add_generation_prompt may be false with continue_final_message=true only"),
+    ],
+)
+def test_a_refusal_says_why(name: str, value: Any, message: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        parse(ChatRequest, {name: value})
+    assert str(caught.value).startswith(message)
+
+
+def test_a_whole_float_is_an_integer() -> None:
+    asked = parse(ChatRequest, {"max_tokens": 6.0, "top_k": -1.0, "seed": 3.0, "n": 2.0, "top_logprobs": 0.0})
+    assert asked.sampling() == {"max_new_tokens": 6, "top_k": 0, "seed": 3}
+    assert [type(value) for value in asked.sampling().values()] == [int, int, int]
+    assert parse(CompletionRequest, {"logprobs": 2.0, "max_completion_tokens": 4.0}).sampling() == {"max_new_tokens": 4}
+    for value in (6.5, "6", True, 1e300, float("inf")):
+        with pytest.raises(BadParameter, match="max_tokens"):
+            parse(CompletionRequest, {"max_tokens": value})
+
+
+def test_a_stream_option_that_asks_for_nothing_needs_no_stream() -> None:
+    for options in ({}, {"include_usage": False}, {"include_usage": None, "continuous_usage_stats": False}):
+        assert not parse(ChatRequest, {"stream_options": options}).include_usage  # type: ignore[attr-defined]
+    with pytest.raises(BadParameter, match="goes with stream=true only"):
+        parse(ChatRequest, {"stream_options": {"include_usage": True}})
+
+
+def test_the_page_lists_every_parameter() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    known = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *COMPLETIONS, *CHATS, *BATCH, *WITHOUT_EFFECT}
+    assert [name for name in sorted(known) if f"`{name}`" not in page] == []
