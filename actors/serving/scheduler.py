@@ -73,8 +73,19 @@ class Scheduler(ABC):
         self.cache_budget = generator.memory.serving_cache_bytes
 
     def ticket(self, request: Request) -> Ticket:
-        schedule = self.generator.schedule(request.sampling.max_new_tokens)
-        return Ticket(request, schedule, bucket_of(len(request.prompt_tokens), self.generator.config.length_buckets))
+        """ValueError if the request can never run: its own keys and values exceed the memory for those of all."""
+        num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
+        schedule = self.generator.schedule(num_new)
+        config, itemsize = self.generator.model.config, self.generator.dtype.itemsize
+        needed = 2 * config.num_hidden_layers * config.kv_dim * itemsize * (num_prompt + num_new)  # at full depth
+        if needed > self.cache_budget:  # only now, since to count what a schedule needs takes milliseconds
+            needed = _row_bytes(config, schedule, num_prompt, num_new, itemsize)
+        if needed > self.cache_budget:
+            raise ValueError(
+                f"a prompt of {num_prompt} tokens and {num_new} new ones need {needed} bytes of memory for keys and "
+                f"values, and the server has {self.cache_budget}; shorten the prompt or max_tokens"
+            )
+        return Ticket(request, schedule, bucket_of(num_prompt, self.generator.config.length_buckets))
 
     @property
     @abstractmethod

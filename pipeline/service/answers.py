@@ -6,7 +6,8 @@ Pure functions of the engine's progress; when something is sent is decided in `r
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from actors.serving.engine import Progress
@@ -17,6 +18,8 @@ from skipdecode.engine.request import Request
 from skipdecode.engine.results import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
+PIECE_ENTRIES = 256  # of a list, encoded at once: a millisecond or two
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 Body: TypeAlias = dict[str, Any]
 """A JSON object to be sent."""
 
@@ -29,7 +32,7 @@ class Choice:
         self._index, self._asked, self._decode = index, asked, decode
         self._is_chat = isinstance(asked, ChatRequest)
         self._echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
-        self._is_prompt_only = asked.max_tokens == 0
+        self._is_prompt_only = asked.max_new_tokens == 0
         self._stream, self._offsets = TextStream(decode, request.sampling.stop), TextOffsets(decode)
         self._has_begun = False
 
@@ -84,16 +87,17 @@ def _chat_logprobs(token: int, scored: TokenLogprobs, decode: Decode) -> Body:
     return entry(token, scored.logprob) | {"top_logprobs": [entry(*other) for other in scored.top]}
 
 
-def merged(entries: Sequence[Body]) -> Body:
-    """One `choices` entry from consecutive ones of the same answer."""
-    whole = dict(entries[0])
-    for entry in entries[1:]:
-        for key in {"text", "token_ids", "layers"} & entry.keys():
-            whole[key] = whole[key] + entry[key]
-        whole["finish_reason"] = entry["finish_reason"]
-        if whole["logprobs"] is not None:
-            whole["logprobs"] = {name: values + entry["logprobs"][name] for name, values in whole["logprobs"].items()}
-    return whole
+def combined(made: Sequence[Progress]) -> Progress:
+    """Consecutive progress of one request as if it came from one step."""
+    if len(made) == 1:
+        return made[0]
+    return replace(
+        made[-1],
+        tokens=[token for one in made for token in one.tokens],
+        layers=[layers for one in made for layers in one.layers],
+        logprobs=[scored for one in made for scored in one.logprobs],
+        prompt_logprobs=made[0].prompt_logprobs,
+    )
 
 
 def is_news(entry: Body) -> bool:
@@ -114,16 +118,24 @@ class CompletionAnswer:
         self.choices = [Choice(number, request, asked, decode) for number, request in enumerate(requests)]
         self._id, self._created, self._model = f"{self.ID}-{secrets.token_hex(12)}", int(time.time()), model
 
+    def entries(self, made: Mapping[int, Sequence[Progress]]) -> list[Body]:
+        """The entry of each choice that has made progress, by the number of the choice."""
+        return [self.choices[number].take(combined(parts)) for number, parts in made.items()]
+
     def whole(self, entries: Sequence[Body]) -> Body:
         return self._body(self.WHOLE, entries) | {"usage": self._usage()}
 
     def chunks(self, entries: Sequence[Body]) -> Iterator[Body]:
         """The events for new entries."""
-        yield self._body(self.CHUNK, entries)
+        yield self._chunk(entries)
 
     def usage_chunk(self) -> Body:
         """The event with the usage, after all others."""
         return self._body(self.CHUNK, []) | {"usage": self._usage()}
+
+    def _chunk(self, choices: Sequence[Body]) -> Body:
+        usage = {"usage": self._usage()} if self.asked.has_continuous_usage else {}
+        return self._body(self.CHUNK, choices) | usage
 
     def _body(self, kind: str, choices: Sequence[Body]) -> Body:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -152,14 +164,11 @@ class ChatAnswer(CompletionAnswer):
         newcomers = [entry["index"] for entry in entries if entry["index"] not in self._begun]
         self._begun.update(newcomers)
         if newcomers:
-            yield self._body(
-                self.CHUNK,
-                [{"index": n, "delta": _message(""), "logprobs": None, "finish_reason": None} for n in newcomers],
+            yield self._chunk(
+                [{"index": n, "delta": _message(""), "logprobs": None, "finish_reason": None} for n in newcomers]
             )
         deltas = ({"content": entry["text"]} if entry["text"] else {} for entry in entries)
-        yield self._body(
-            self.CHUNK, [_without_text(e) | {"delta": delta} for e, delta in zip(entries, deltas, strict=True)]
-        )
+        yield self._chunk([_without_text(e) | {"delta": delta} for e, delta in zip(entries, deltas, strict=True)])
 
 
 def _message(content: str) -> Body:
@@ -180,9 +189,31 @@ def model_card(name: str, created: int, context: int, has_chat: bool) -> Body:
 
 def encode(body: object) -> bytes:
     """JSON in UTF-8; half a surrogate pair, which a client may have sent, stays an escape."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return _to_json(body).encode("utf-8", "backslashreplace")
 
 
-def event(body: object) -> bytes:
+def encode_in_pieces(body: Body) -> bytes:
+    """As `encode`, but other threads get their turn in between, which the encoder of json does not give them."""
+    return "".join(_pieces(body)).encode("utf-8", "backslashreplace")
+
+
+def _pieces(value: Any, name: str = "") -> Iterator[str]:
+    """The JSON of an answer, or of the part of it that is called `name`."""
+    if isinstance(value, dict):
+        for number, (key, part) in enumerate(value.items()):
+            yield ("," if number else "{") + _to_json(key) + ":"
+            yield from _pieces(part, key)
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and (name == "choices" or len(value) > PIECE_ENTRIES):
+        size = 1 if name == "choices" else PIECE_ENTRIES
+        for start in range(0, len(value), size):
+            yield "," if start else "["
+            yield from _pieces(value[start]) if name == "choices" else (_to_json(value[start : start + size])[1:-1],)
+        yield "]" if value else "[]"
+    else:
+        yield _to_json(value)
+
+
+def event(body: Body, encode: Callable[[Body], bytes] = encode) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(body) + b"\n\n"

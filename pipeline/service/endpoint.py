@@ -7,7 +7,6 @@ the progress of its prompts; leaving it, for whatever reason, removes its rows f
 import asyncio
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -21,6 +20,7 @@ from actors.serving.scheduler import EngineConfig, Ticket
 from pipeline.service.config import ServeConfig
 from pipeline.service.engine_requests import Prompts
 from pipeline.service.errors import ApiError
+from pipeline.service.shares import Shares
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 
@@ -126,6 +126,7 @@ class Endpoint:
         )
         self.engine = Engine(self.generator, engine)
         self.prompts = Prompts(generator, config)
+        self.shares = Shares(config.limits)
         limits = config.limits
         self.thread = EngineThread(self.engine, self._deliver, max_waiting=limits.max_waiting, stall_s=stall_s)
         self.is_draining = False
@@ -135,7 +136,6 @@ class Endpoint:
         """HTTP requests that arrived before the drain and whose last byte has not been sent."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Ticket, Answering] = {}
-        self._by_client: Counter[str] = Counter()
 
     def check(self) -> None:
         """Raises EngineDead if the replica cannot answer any more."""
@@ -143,6 +143,7 @@ class Endpoint:
 
     def close(self) -> None:
         self.thread.stop()
+        self.shares.close()
 
     def refuse(self) -> None:
         """ApiError if no request is accepted now. Called before a body is read, so that an overload costs nothing."""
@@ -160,14 +161,12 @@ class Endpoint:
     async def answering(self, requests: Sequence[Request], client: str = "") -> AsyncIterator[Answering]:
         """Queues the requests, and cancels on leaving what still runs. ApiError if the queue is full or the client has
         too many prompts in progress."""
-        limit = self.config.limits.max_client_prompts
-        if limit is not None and len(requests) > limit:  # can never be accepted
-            message = f"{len(requests)} prompts in one request (limits.max_client_prompts is {limit})"
-            raise ApiError(400, message, param="prompt", code="invalid_value")
-        if limit is not None and self._by_client[client] + len(requests) > limit:
-            mine = self._by_client[client]
-            message = f"{mine} prompts of yours are being answered (limits.max_client_prompts is {limit})"
-            raise ApiError.overloaded(message, self.thread.retry_after_s(len(requests)))
+        with self.shares.prompts(client, len(requests), self.thread.retry_after_s(len(requests))):
+            async with self._answering(requests) as answering:
+                yield answering
+
+    @asynccontextmanager
+    async def _answering(self, requests: Sequence[Request]) -> AsyncIterator[Answering]:
         self._loop = asyncio.get_running_loop()
         answering = Answering(requests)
 
@@ -184,13 +183,10 @@ class Endpoint:
         except ValueError as error:  # what only the schedule knows, e.g. too few max_tokens
             raise ApiError(400, str(error), code="invalid_value") from error
         self.num_answering += 1
-        self._by_client[client] += len(requests)
         try:
             yield answering
         finally:
             self.num_answering -= 1
-            self._by_client[client] -= len(requests)
-            self._by_client += Counter()  # drops entries of 0
             left = [ticket for ticket in answering.tickets if self._waiting.pop(ticket, None) is not None]
             if left:
                 self.thread.cancel(left)

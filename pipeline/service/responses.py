@@ -7,12 +7,19 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from actors.serving.engine import Progress
-from pipeline.service.answers import DONE, Body, CompletionAnswer, event, is_news, merged
+from pipeline.service.answers import DONE, Body, CompletionAnswer, encode, encode_in_pieces, event, is_news
 from pipeline.service.endpoint import Answering, Endpoint
 from pipeline.service.errors import ApiError
 
 Observer: TypeAlias = Callable[[int, float | None, float], None]
 """Called once per completion or chat: status, seconds to the first token (None: there was none), seconds in all."""
+
+
+Made: TypeAlias = dict[int, list[Progress]]
+"""Progress by the number of the choice."""
+SMALL_ENTRIES = 1000
+"""Tokens with what is said of them; an answer with more is made in a thread. A token with five alternatives takes some
+50 microseconds."""
 
 
 class Watch:
@@ -32,15 +39,29 @@ class Watch:
             self._observer(status, self._first_s, time.monotonic() - self._began)
 
 
-async def whole(endpoint: Endpoint, answer: CompletionAnswer, client: str, watch: Watch) -> Body:
-    """The answer in one piece; ApiError."""
-    parts: list[list[Body]] = [[] for _ in answer.choices]
+async def whole(endpoint: Endpoint, answer: CompletionAnswer, client: str, watch: Watch) -> bytes:
+    """The JSON of the answer in one piece; ApiError."""
+    made: Made = {number: [] for number in range(len(answer.choices))}
     async with endpoint.answering([choice.request for choice in answer.choices], client) as answering:
         async for number, progress in answering:
             watch.token()
-            parts[number].append(answer.choices[number].take(progress))
+            made[number].append(progress)
+    if _is_small(made):
+        body = _body(answer, made, encode)
+    else:
+        body = await endpoint.shares.in_thread(client, _body, answer, made, encode_in_pieces)
     watch.end(200)
-    return answer.whole([merged(part) for part in parts])
+    return body
+
+
+def _body(answer: CompletionAnswer, made: Made, encode: Callable[[Body], bytes]) -> bytes:
+    return encode(answer.whole(answer.entries(made)))
+
+
+def _is_small(made: Made) -> bool:
+    """Whether what is sent for it takes milliseconds to make."""
+    num_entries = sum(len(one.tokens) + len(one.prompt_logprobs) for parts in made.values() for one in parts)
+    return num_entries <= SMALL_ENTRIES
 
 
 async def streamed(
@@ -53,16 +74,19 @@ async def streamed(
         async with endpoint.answering([choice.request for choice in answer.choices], client) as answering:
             while (made := await _next(answering, ends_at, limits.request_timeout_s)) is not None:
                 watch.token()
-                entries: dict[int, list[Body]] = {}
+                gathered: Made = {}
                 while made is not None:  # whatever has gathered goes into one event
                     number, progress = made
-                    entries.setdefault(number, []).append(answer.choices[number].take(progress))
+                    gathered.setdefault(number, []).append(progress)
                     made = await anext(answering, None) if answering.has_more else None
-                news = [entry for entry in map(merged, entries.values()) if is_news(entry) or not has_begun]
-                if news:
+                if _is_small(gathered):
+                    events = _events(answer, gathered, not has_begun, encode)
+                else:
+                    is_first, encoder = not has_begun, encode_in_pieces
+                    events = await endpoint.shares.in_thread(client, _events, answer, gathered, is_first, encoder)
+                for part in events:
                     has_begun = True
-                    for chunk in answer.chunks(news):
-                        yield event(chunk)
+                    yield part
                 await answering.pause(endpoint.num_answering / limits.stream_events_per_s)
     except ApiError as error:
         watch.end(error.status)
@@ -74,6 +98,12 @@ async def streamed(
     if answer.asked.include_usage:
         yield event(answer.usage_chunk())
     yield DONE
+
+
+def _events(answer: CompletionAnswer, made: Made, is_first: bool, encode: Callable[[Body], bytes]) -> list[bytes]:
+    """The events for the progress, if any of it is worth one; the first always is."""
+    news = [entry for entry in answer.entries(made) if is_news(entry) or is_first]
+    return [event(chunk, encode) for chunk in answer.chunks(news)] if news else []
 
 
 async def _next(answering: Answering, ends_at: float, limit_s: float) -> tuple[int, Progress] | None:

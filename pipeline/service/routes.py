@@ -70,10 +70,9 @@ class Routes:
         try:
             self._endpoint.refuse()
             async with asyncio.timeout_at(ends_at):
-                body = await read_body(request, self._config.limits.max_body_bytes)
-                answer = read(body) if len(body) <= small_bytes else await asyncio.to_thread(read, body)
+                answer = await self._read(request, client, read, small_bytes)
                 if not answer.asked.stream:
-                    return reply(await whole(self._endpoint, answer, client, watch))
+                    return json_response(await whole(self._endpoint, answer, client, watch))
                 stream = streamed(self._endpoint, answer, client, watch, ends_at)
                 # the first event decides the status: an overloaded server answers 429 and does not stream it
                 first = await anext(stream)
@@ -87,6 +86,15 @@ class Routes:
         except ApiError as error:
             watch.end(error.status)
             raise
+
+    async def _read(
+        self, request: Request, client: str, read: Callable[[bytes], CompletionAnswer], small_bytes: int
+    ) -> CompletionAnswer:
+        """Reads the body within the client's share, which is taken before any of it has arrived."""
+        shares = self._endpoint.shares
+        with shares.prompts(client, 1), shares.body(client) as arrived:
+            body = await read_body(request, self._config.limits.max_body_bytes, arrived)
+            return read(body) if len(body) <= small_bytes else await shares.in_thread(client, read, body)
 
     def _read_completion(self, body: bytes) -> CompletionAnswer:
         asked = CompletionRequest.parse(parse_body(body))
@@ -109,13 +117,15 @@ class Routes:
             raise ApiError(404, message, param="model", code="model_not_found")
         return reply(self._card)
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
+        """Open to everybody, since a balancer knows no key; but only those who may ask are told why the engine died."""
         thread = self._endpoint.thread
         state = {"model": self._config.served_name, "running": thread.num_running, "waiting": thread.num_waiting}
         try:
             self._endpoint.check()
         except EngineDead as error:
-            return reply(state | {"status": "dead", "reason": str(error)}, 503)
+            reason = {"reason": str(error)} if self._may_ask(request) else {}
+            return reply(state | {"status": "dead"} | reason, 503)
         if self._endpoint.is_draining:
             return reply(state | {"status": "draining"}, 503)
         return reply(state | {"status": "ok"})
@@ -128,6 +138,13 @@ class Routes:
 
     async def page(self) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    def _may_ask(self, request: Request) -> bool:
+        try:
+            self._check_caller(request)
+        except ApiError:
+            return False
+        return True
 
     def _check_caller(self, request: Request) -> str:
         """The client that asks: its key's digest, without keys its address; ApiError 401 or 403 if it may not."""
@@ -190,11 +207,15 @@ class CountResponses:
 
 
 def reply(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(encode(body), status, dict(headers or {}), "application/json")
+    return json_response(encode(body), status, headers)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request; ApiError 413 as soon as it exceeds `limit` bytes."""
+def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+async def read_body(request: Request, limit: int, arrived: Callable[[int], None]) -> bytes:
+    """The body of a request; ApiError 413 as soon as it exceeds `limit` bytes. `arrived` is told of each part."""
     too_large = ApiError(413, f"the body has more than {limit} bytes (limits.max_body_bytes)", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
@@ -204,4 +225,5 @@ async def read_body(request: Request, limit: int) -> bytes:
         body += part
         if len(body) > limit:
             raise too_large
+        arrived(len(part))
     return bytes(body)

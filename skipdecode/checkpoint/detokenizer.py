@@ -82,6 +82,11 @@ class IncrementalDetokenizer:
         """The end of the text, which the next token may still change. Its cost grows with its length."""
         return self._text(self._run.tokens) if self._run.tokens else self._end
 
+    @property
+    def num_uncertain(self) -> int:
+        """Whole characters in the last tokens that `push` has not returned, since the next token may change them."""
+        return len(self._run.chars)
+
     def extended(self, text: str, reach: int) -> str:
         """`text`, the end of what `push` has returned, followed by as much of `rest` as a search must look at.
 
