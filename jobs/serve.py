@@ -5,7 +5,8 @@
 
 Starts Ray on this machine, or uses the cluster that RAY_ADDRESS names. --config is a Ray Serve file with one
 application (`serve deploy` takes the same file); key=value sets keys of its `args`. At the end, requests in progress
-are answered and new ones get 503. Guide: docs/serving.md.
+are answered and new ones get 503. SKIPDECODE_API_KEYS has the API keys; without any, one is made and printed. Guide:
+docs/serving.md.
 """
 
 import argparse
@@ -22,9 +23,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         config="Ray Serve configuration file, e.g. configs/serve.yaml",
         overrides="keys of the application's args, e.g. engine.batch_size=16",
     )
-    parser.add_argument(
-        "--host", help="address to listen on (127.0.0.1); any other than loopback needs API keys in SKIPDECODE_API_KEYS"
-    )
+    parser.add_argument("--host", help="address to listen on (127.0.0.1); 0.0.0.0 answers other machines too")
     parser.add_argument("--port", type=int, help="port to listen on (8000)")
     return parser.parse_intermixed_args(argv)
 

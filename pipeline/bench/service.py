@@ -146,7 +146,8 @@ def started(system: System, source: str, config: ServeBenchConfig) -> Iterator[s
             yield url
         return
     args: dict[str, Json] = {}
-    for key, value in {"model.source": source, "model_name": "bench", **config.args, **system.args}.items():
+    own: dict[str, Json] = {"model.source": source, "model_name": "bench", "auth.open_on_loopback": True}
+    for key, value in {**own, **config.args, **system.args}.items():
         set_key(args, key, value)
     tree: dict[str, Json] = {"applications": [{"args": args}], "http_options": {"host": "127.0.0.1", "port": port}}
     with running(load_serve_file(tree)) as url:

@@ -1,5 +1,6 @@
-"""Keeps two lines off the terminal that Ray prints as errors although nothing is wrong. Ray has no switch for them."""
+"""Keeps lines off the terminal that Ray prints although nothing is wrong. Ray has no switch for them."""
 
+import logging
 import os
 import re
 import sys
@@ -11,6 +12,8 @@ from typing import Any, Final, TextIO
 
 SERVE_END: Final = re.compile(r"Task ServeController\.\w+ failed\. There are infinite retries remaining")
 """Serve ends by killing its controller, and Ray reports the calls that this cuts off."""
+CONNECTING: Final = re.compile("Connecting to existing Serve app")
+"""Said by `serve.run` after `serve.start` in the same process."""
 RESTART: Final = re.compile(rb"core_worker\.cc:\d+: Actor with class name: 'MapWorker\(.* and max_restarts > 0\.")
 """Ray Data passes arguments to its workers by reference, and holds these as long as a worker may restart."""
 
@@ -44,6 +47,20 @@ def without_printed_lines(noise: re.Pattern[str]) -> Iterator[None]:
             yield
     finally:
         target.write(lines.unfinished)
+
+
+@contextmanager
+def without_log_records(logger: logging.Logger, noise: re.Pattern[str]) -> Iterator[None]:
+    """Drops such records of that logger in the block."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return noise.search(record.getMessage()) is None
+
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
 
 
 @contextmanager

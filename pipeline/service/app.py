@@ -19,7 +19,7 @@ from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, c
 from pipeline.cluster.node_backends import look, reason_for_torch
 from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.formatting import Json
-from pipeline.service.auth import read_keys
+from pipeline.service.auth import digest, read_keys
 from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.metrics import RayMetrics, scrape
@@ -85,8 +85,11 @@ def why_other_bits(dtype: str) -> str | None:
     return here.problem or reason_for_torch([here], own if dtype == "auto" else dtype)
 
 
-def make_spec(config: ServeConfig) -> EndpointSpec:
-    """The checked settings of a replica. Errors are raised here, since Ray restarts a failing replica for ever."""
+def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
+    """The checked settings of a replica. Errors are raised here, since Ray restarts a failing replica for ever.
+
+    `made_key`: the API key of a server that has none configured.
+    """
     sampling = SamplingConfig(max_new_tokens=config.sampling.max_new_tokens)
     job = JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling)
     model = check_model(job, logging.getLogger("ray.serve").warning)
@@ -129,4 +132,5 @@ def make_spec(config: ServeConfig) -> EndpointSpec:
         memory_share=config.engine.memory_share,
         has_graphs=config.engine.scheduler == "cohort",
     )
-    return EndpointSpec(config, generator, read_keys(config.auth))
+    keys = read_keys(config.auth) if made_key is None else (digest(made_key),)
+    return EndpointSpec(config, generator, keys)

@@ -1,15 +1,17 @@
-"""Who may use the server: clients with an API key; without any keys, programs on this machine.
+"""Who may use the server: clients with an API key; with `auth.open_on_loopback`, programs on this machine need none.
 
-Keys are read where the application is built, kept as SHA-256, and compared in constant time. Without keys, a peer on
-loopback is not enough: a web page can make a browser send requests to 127.0.0.1 (seen in `Origin` and
-`Sec-Fetch-Site`) under any host name (seen in `Host`), and a proxy on this machine speaks for others (seen in
-`Forwarded` and its kin). A forwarded port, which no header tells, is not detected.
+Keys are read where the application is built, kept as SHA-256, and compared in constant time; `skipdecode serve` makes
+one where none are configured. Without keys, a peer on loopback is not enough: a web page can make a browser send
+requests to 127.0.0.1 (seen in `Origin` and `Sec-Fetch-Site`) under any host name (seen in `Host`), and a proxy on this
+machine speaks for others (seen in `Forwarded` and its kin). Not detected: a forwarded port, and a proxy that adds no
+header, as nginx does by default.
 """
 
 import hashlib
 import hmac
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -33,6 +35,24 @@ PROXY_HEADER: Final = re.compile(
 
 def read_keys(auth: AuthSection) -> tuple[bytes, ...]:
     """The digest of each configured key; ConfigError if the file is unreadable or keys are required and missing."""
+    keys = configured_keys(auth)
+    if not keys and not auth.open_on_loopback:
+        raise ConfigError(
+            "auth",
+            f"no API keys where the application is built; set {auth.api_keys_env} there (under `serve deploy` that is "
+            "where `ray start` runs, not your shell) or auth.api_keys_file, or let programs on the same machine in "
+            "without a key (auth.open_on_loopback: true)",
+        )
+    if not keys and os.environ.get(HA_PROXY) == "1":
+        raise ConfigError(
+            "auth",
+            f"no API keys, and behind Ray's HAProxy ({HA_PROXY}) all callers look local; set {auth.api_keys_env}",
+        )
+    return tuple(map(digest, keys))
+
+
+def configured_keys(auth: AuthSection) -> list[str]:
+    """The keys of the environment and the file; ConfigError if the file is unreadable or a key is too short."""
     keys = [key.strip() for key in os.environ.get(auth.api_keys_env, "").split(",")]
     if auth.api_keys_file is not None:
         try:
@@ -43,18 +63,12 @@ def read_keys(auth: AuthSection) -> tuple[bytes, ...]:
             raise ConfigError("auth.api_keys_file", f"{auth.api_keys_file} holds no key")
     if any(0 < len(key) < MIN_KEY_CHARS for key in keys):
         raise ConfigError("auth", f"an API key has fewer than {MIN_KEY_CHARS} characters")
-    if not any(keys) and not auth.open_on_loopback:
-        raise ConfigError(
-            "auth.open_on_loopback",
-            f"false, and there are no API keys where the application is built; set {auth.api_keys_env} there (under "
-            "`serve deploy` that is where `ray start` runs, not your shell), or auth.api_keys_file",
-        )
-    if not any(keys) and os.environ.get(HA_PROXY) == "1":
-        raise ConfigError(
-            "auth",
-            f"no API keys, and behind Ray's HAProxy ({HA_PROXY}) all callers look local; set {auth.api_keys_env}",
-        )
-    return tuple(digest(key) for key in keys if key)
+    return [key for key in keys if key]
+
+
+def make_key() -> str:
+    """A random key of 32 characters."""
+    return secrets.token_urlsafe(24)
 
 
 def digest(key: str) -> bytes:

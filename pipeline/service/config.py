@@ -61,10 +61,13 @@ class LimitsSection(Section):
     max_prompts: Positive = 128
     """Maximum number of prompts in one request."""
     max_client_prompts: Positive | None = None
-    """Maximum number of prompts in progress for one client (an API key, or an address without keys); more get 429.
-    null: no limit."""
+    """Maximum number of prompts in progress for one client (an API key, or an address without keys); more get 429. A
+    request that is being read counts as one. null: no limit."""
     max_body_bytes: Positive = 4 << 20
     """Maximum size of a request body; larger ones get 413."""
+    max_reading_bytes: Positive = 256 << 20
+    """Maximum size of all request bodies that are being read at a time, half of it for one client; beyond it requests
+    get 429."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 120
     """Time limit from the arrival of the headers to the last token; then 408."""
     stream_events_per_s: Annotated[float, Field(gt=0)] = 150
@@ -79,8 +82,9 @@ class AuthSection(Section):
     """Environment variable with the API keys, separated by commas; read where the application is built."""
     api_keys_file: str | None = None
     """File with more keys, one per line."""
-    open_on_loopback: bool = True
-    """Whether to answer programs on this machine if there are no keys. false: the server does not start without."""
+    open_on_loopback: bool = False
+    """Whether programs on this machine are answered without a key if none is configured. false: `skipdecode serve`
+    makes a key and prints it; `serve deploy` and `serve run` do not start without keys."""
 
 
 class ServeConfig(Section):

@@ -1,26 +1,26 @@
 """Starts the application of a Serve file with Ray's public API, and stops it without dropping an answer."""
 
+import logging
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from pipeline.cluster.pool import start_ray
-from pipeline.cluster.ray_logging import SERVE_END, without_printed_lines
+from pipeline.cluster.ray_logging import CONNECTING, SERVE_END, without_log_records, without_printed_lines
 from pipeline.config.job import ConfigError, read_tree, set_key
 from pipeline.config.tree import read_override
 from pipeline.formatting import Json, Log
 from pipeline.service.app import Completions, make_spec
-from pipeline.service.auth import is_loopback, read_keys
+from pipeline.service.auth import configured_keys, is_loopback, make_key
 from pipeline.service.config import ServeFile, load_serve_file
 
 DRAIN_POLL_S = 0.2
@@ -43,35 +43,90 @@ def serve_until_stopped(
 ) -> dict[str, Json]:
     """Serves until SIGTERM or SIGINT, then drains; returns the JSON document."""
     file = load(path, overrides, host, port)
-    stop = threading.Event()
-    with running(file) as url:
-        for name in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own by now
-            signal.signal(name, lambda *_: stop.set())
-        began = time.time()
-        log(f"serving {file.args.served_name} at {url} (page), {url}v1 (API), {url}health; stop with Ctrl-C or SIGTERM")
-        stop.wait()
-        log("stopping: new requests get 503, requests in progress are answered")
-        left = drain(file.name, file.drain_s)
-        if left:
-            log(f"{left} requests were not answered in time")
+    is_keyless = not configured_keys(file.args.auth)
+    key = make_key() if is_keyless and not file.args.auth.open_on_loopback else None
+    signals = StopSignals()
+    began, left = time.time(), 0
+    try:
+        with running(file, key, signals.install) as url:
+            began = time.time()
+            with suppress(KeyboardInterrupt):  # the signal came before `wait` was reached
+                for line in describe(file, url, key):
+                    log(line)
+                signals.wait()
+            log("stopping: new requests get 503, requests in progress are answered")
+            left = drain(file.name, file.drain_s)
+    except StoppedInStart as error:
+        log("stopped before the server was ready")
+        left = error.unanswered
+    if left:
+        log(f"{left} requests were not answered in time")
     return {"served_s": round(time.time() - began, 1), "unanswered": left}
 
 
+def describe(file: ServeFile, url: str, key: str | None) -> list[str]:
+    """What is said once the server answers."""
+    page = url if key is None else f"{url}#key={key}"
+    places = f"{page} (page), {url}v1 (API), {url}health"
+    lines = [f"serving {file.args.served_name} at {places}; stop with Ctrl-C or SIGTERM"]
+    if key is not None:
+        lines.append(f"API key made for this start, since {file.args.auth.api_keys_env} is not set: {key}")
+    return lines
+
+
+class StopSignals:
+    """SIGTERM and SIGINT. The first one interrupts the start of the server, or ends its serving; later ones do nothing,
+    so that it comes down in order."""
+
+    def __init__(self) -> None:
+        self._has_come, self._is_starting = False, True
+        self._arrived: SimpleQueue[None] = SimpleQueue()  # a handler may call `put` at any moment, unlike Event.set
+
+    def install(self) -> None:
+        """To be called after Ray has started, since it installs handlers of its own."""
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, self._receive)
+
+    def wait(self) -> None:
+        """Returns when a signal has come."""
+        self._is_starting = False
+        self._arrived.get()
+
+    def _receive(self, *_: object) -> None:
+        if not self._has_come:
+            self._has_come = True
+            if self._is_starting:
+                raise KeyboardInterrupt
+            self._arrived.put(None)
+
+
+class StoppedInStart(Exception):
+    """A signal came after the HTTP port had been opened, and before the application was ready."""
+
+    def __init__(self, unanswered: int) -> None:
+        super().__init__("stopped before the server was ready")
+        self.unanswered = unanswered
+
+
 @contextmanager
-def running(file: ServeFile) -> Iterator[str]:
+def running(
+    file: ServeFile, made_key: str | None = None, on_ray_started: Callable[[], None] = lambda: None
+) -> Iterator[str]:
     """Starts the application and yields its URL; ConfigError. Leaving stops it, and also Serve and Ray if they did not
-    run before."""
+    run before. KeyboardInterrupt in the start, once the port is open, becomes `StoppedInStart`.
+    """
     host, port = file.http.host, file.http.port
-    if not read_keys(file.args.auth) and not is_loopback(host):
+    if made_key is None and not configured_keys(file.args.auth) and not is_loopback(host):
         raise ConfigError(
             "http_options.host",
-            f"{host} is not loopback, and no API keys are configured; set "
+            f"{host} is not loopback, and auth.open_on_loopback lets callers in without a key; set "
             f"{file.args.auth.api_keys_env}=KEY (or auth.api_keys_file), or bind to 127.0.0.1",
         )
     if not os.environ.get("RAY_ADDRESS"):
         _check_free(host, port)
     with without_printed_lines(SERVE_END), _ray_running():
-        application = _application(file)  # before Serve: a bad configuration starts nothing of it
+        on_ray_started()
+        application = _application(file, made_key)  # before Serve: a bad configuration starts nothing of it
         before = serve.status()
         if file.name in before.applications:
             raise ConfigError(
@@ -79,8 +134,12 @@ def running(file: ServeFile) -> Iterator[str]:
             )
         is_shared = bool(before.proxies or before.applications)
         try:
-            serve.start(proxy_location=file.proxy_location, http_options=file.http.model_dump())
-            serve.run(application, name=file.name, route_prefix=file.route_prefix)
+            try:
+                serve.start(proxy_location=file.proxy_location, http_options=file.http.model_dump())
+                with without_log_records(logging.getLogger("ray.serve"), CONNECTING):
+                    serve.run(application, name=file.name, route_prefix=file.route_prefix)
+            except KeyboardInterrupt:  # requests may have been let in already
+                raise StoppedInStart(drain(file.name, file.drain_s)) from None
             shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
             yield f"http://{shown}:{port}{file.route_prefix.rstrip('/')}/"
         finally:
@@ -105,13 +164,15 @@ def _ray_running() -> Iterator[None]:
 def drain(name: str, timeout_s: float) -> int:
     """Refuses new requests and waits for those in progress; returns how many were left after `timeout_s`.
 
-    Only running replicas are waited for, so one that starts or dies meanwhile does not hold this up.
+    Only running replicas are waited for, so one that starts or dies meanwhile does not hold this up; nor does an
+    application that has not been deployed yet.
     """
-    handle = serve.get_app_handle(name)
     deadline = time.monotonic() + timeout_s
     while True:
-        left = _num_responses(handle)
-        deployments = serve.status().applications[name].deployments.values()
+        if (application := serve.status().applications.get(name)) is None:
+            return 0
+        left = _num_responses(name)
+        deployments = application.deployments.values()
         num_replicas = sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
         if len(left) >= num_replicas and not any(left):
             time.sleep(LINGER_S)
@@ -121,21 +182,21 @@ def drain(name: str, timeout_s: float) -> int:
         time.sleep(DRAIN_POLL_S)
 
 
-def _num_responses(handle: DeploymentHandle) -> list[int]:
+def _num_responses(name: str) -> list[int]:
     """The open requests of each replica that answers, after telling it to take no new ones."""
     try:
-        answers = handle.broadcast("drain").results(timeout_s=ASK_S, return_exceptions=True)
+        answers = serve.get_app_handle(name).broadcast("drain").results(timeout_s=ASK_S, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):  # no replica is running at this moment
         return []
     return [answer for answer in answers if isinstance(answer, int)]
 
 
-def _application(file: ServeFile) -> serve.Application:
+def _application(file: ServeFile, made_key: str | None) -> serve.Application:
     try:
         deployment = Completions.options(**file.deployment)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:  # raised by Ray
         raise ConfigError("applications.0.deployments.0", f"{error}") from error
-    return deployment.bind(make_spec(file.args))
+    return deployment.bind(make_spec(file.args, made_key))
 
 
 def _check_free(host: str, port: int) -> None:

@@ -68,7 +68,7 @@ def served(source: Path, adapter: Path | None = None) -> dict[str, list[int]]:
     """By the generator of an endpoint."""
     model = {"source": str(source), "adapter": adapter and str(adapter), "dtype": "float32"}
     config = build_config(ServeConfig, {"model": model, "decode": {"method": "full"}})
-    generator = Generator(make_spec(config).generator)
+    generator = Generator(make_spec(config, "a-made-key").generator)
     requests = [Request(f"r{n}", ids, Sampling(8)) for n, ids in enumerate(generator.tokenizer.encode(PROMPTS))]
     answers = zip(requests, generator(requests).answers, strict=True)
     return {request.id: one.tokens for request, one in answers if isinstance(one, Completion)}

@@ -67,7 +67,7 @@ def served(folder: Path, *overrides: str, config: str = "configs/serve.yaml", **
     decode = ", ".join(f"{key}: {value}" for key, value in DECODE.items())
     command = [
         sys.executable, "-m", "jobs.serve", "--config", config, "--port", str(port), f"model.source={DEMO}",
-        "model.dtype=float32", f"decode={{{decode}}}", *overrides,
+        "model.dtype=float32", f"decode={{{decode}}}", "auth.open_on_loopback=true", *overrides,
     ]  # fmt: skip
     with log.open("w") as target:
         process = subprocess.Popen(

@@ -129,6 +129,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "prompt": TEXT | st.lists(TEXT, max_size=4) | TOKENS | st.lists(TOKENS, max_size=3),
     "model": st.sampled_from(["tiny", "other", ""]),
     "max_tokens": st.integers(-1, 12) | st.sampled_from([0, 120, 2**31, 2**63, 2**64]),
+    "max_completion_tokens": st.integers(-1, 12),
     "temperature": st.floats(0, 2) | st.sampled_from([0, 1, -1, 1e-300, 1e300, 10**400]),
     "top_p": st.floats(0, 1) | st.sampled_from([0, 1, 1e-300]),
     "top_k": st.integers(-2, 400),

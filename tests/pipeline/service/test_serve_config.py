@@ -1,5 +1,10 @@
 """The configuration of an endpoint: its file, what is refused by key, and what a replica makes of it."""
 
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +15,17 @@ from ray.serve.schema import ServeDeploySchema
 from jobs import serve as serve_verb
 from pipeline.config.job import ConfigError
 from pipeline.service.app import make_spec, replica_threads
+from pipeline.service.auth import digest
 from pipeline.service.config import ServeConfig
-from pipeline.service.serve import load
+from pipeline.service.serve import StopSignals, load, serve_until_stopped
 from tests.support.service_helpers import DEMO, ROOT, free_port
 
 CONFIG = str(ROOT / "configs/serve.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPDECODE_API_KEYS", "my-secret-key")
 
 
 def test_the_file_is_a_serve_configuration() -> None:
@@ -113,8 +124,68 @@ def test_threads_are_counted_where_the_replica_runs(monkeypatch: pytest.MonkeyPa
 
 def test_another_host_needs_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKIPDECODE_API_KEYS", raising=False)
-    assert serve_verb.main(["--config", CONFIG, "--host", "0.0.0.0", "--port", str(free_port())]) == 2
-    assert "no API keys are configured; set SKIPDECODE_API_KEYS" in capsys.readouterr().err
+    keys = ["--config", CONFIG, "--host", "0.0.0.0", "--port", str(free_port()), "auth.open_on_loopback=true"]
+    assert serve_verb.main(keys) == 2
+    assert "set SKIPDECODE_API_KEYS=KEY" in capsys.readouterr().err
+
+
+def test_a_key_is_made_where_none_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And printed with an address of the page that has it, as Jupyter does."""
+    made: list[str | None] = []
+
+    @contextmanager
+    def running(file: Any, key: str | None, _: Any) -> Iterator[str]:
+        made.append(key)
+        yield "http://127.0.0.1:8000/"
+
+    def said(*overrides: str) -> str:
+        lines: list[str] = []
+        serve_until_stopped(CONFIG, [f"model.source={DEMO}", *overrides], host=None, port=None, log=lines.append)
+        return "\n".join(lines)
+
+    monkeypatch.setattr("pipeline.service.serve.running", running)
+    monkeypatch.setattr("pipeline.service.serve.drain", lambda *_: 0)
+    monkeypatch.setattr("pipeline.service.serve.StopSignals.wait", lambda _: None)
+    monkeypatch.delenv("SKIPDECODE_API_KEYS", raising=False)
+    first, second = said(), said()
+    assert None not in made[:2]
+    assert made[0] != made[1]
+    for text, key in ((first, made[0]), (second, made[1])):
+        assert f"http://127.0.0.1:8000/#key={key} (page)" in text
+        assert f"SKIPDECODE_API_KEYS is not set: {key}" in text
+        assert len(str(key)) == 32
+    open_to_all = said("auth.open_on_loopback=true")
+    monkeypatch.setenv("SKIPDECODE_API_KEYS", "my-secret-key")
+    for text in (open_to_all, said()):
+        assert made.pop() is None
+        assert "key" not in text.replace("skipdecode", "").lower()
+
+
+def test_the_made_key_is_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.service.app.worker_path", lambda source, folder: source)  # it would start Ray
+    monkeypatch.delenv("SKIPDECODE_API_KEYS", raising=False)
+    args = load(CONFIG, [f"model.source={DEMO}"], None, None).args
+    assert make_spec(args, "made-for-this-start").key_digests == (digest("made-for-this-start"),)
+    with pytest.raises(ConfigError, match="no API keys where the application is built"):
+        make_spec(args)
+
+
+def test_a_signal_ends_the_start_or_the_serving_once() -> None:
+    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signals = StopSignals()
+        signals.install()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # while the server comes down
+        signal.raise_signal(signal.SIGINT)
+        signals = StopSignals()
+        signals.install()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        signals.wait()
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
 
 
 def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str], url: str) -> None:

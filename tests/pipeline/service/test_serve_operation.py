@@ -4,7 +4,9 @@ import asyncio
 import copy
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -144,6 +146,25 @@ def test_sigterm_cuts_no_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sigterm_while_the_replica_loads_is_an_end_in_order(tmp_path: Path) -> None:
+    """From the first moment on at which the port is open."""
+    port, log = free_port(), tmp_path / "serve.log"
+    command = [sys.executable, "-m", "jobs.serve", "--port", str(port), f"model.source={DEMO}"]
+    with log.open("w") as target:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=target, stderr=target, start_new_session=True)
+    wait_for(lambda: is_open(port), process, timeout_s=120)
+    process.terminate()
+    assert process.wait(timeout=60) == 0, log.read_text()
+    assert json.loads(log.read_text().splitlines()[-1])["unanswered"] == 0
+    assert not re.search(r"SIGTERM received|Traceback|Connecting to existing", log.read_text())
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
 def test_other_applications_of_a_cluster_go_on(tmp_path: Path) -> None:
     """After a run of ours, and after one that a bad configuration ended."""
     program = tmp_path / "other.py"
@@ -173,7 +194,7 @@ serve.start(http_options={"port": port})
 serve.run(Other.bind(), name="other", route_prefix="/other")
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 state = lambda name: getattr(serve.status().applications.get(name), "status", None)
-keys = [f"model.source={sys.argv[1]}", "decode={method: full}"]
+keys = [f"model.source={sys.argv[1]}", "decode={method: full}", "auth.open_on_loopback=true"]
 code = verb.main(["--port", str(port), "model.source=nowhere"])
 print("bad", code, state("other").value)
 with running(load(None, keys, None, port)) as url:
@@ -188,6 +209,7 @@ def test_serve_run_takes_the_same_file(tmp_path: Path) -> None:
     """Ray's own command, in the checkout: the file names the model by a relative path."""
     tree = yaml.safe_load((ROOT / "configs/serve.yaml").read_text())
     tree["http_options"]["port"] = free_port()
+    tree["applications"][0]["args"]["auth"] = {"open_on_loopback": True}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(tree))
     command = [str(BIN / "serve"), "run", str(tmp_path / "serve.yaml")]
     env = environment(None, tmp_path, RAY_ADDRESS="local")
@@ -211,6 +233,7 @@ def test_serve_deploy_of_two_replicas(tmp_path: Path) -> None:
     (application,) = tree["applications"]
     tree["http_options"]["port"] = port = free_port()
     application["args"] |= {"model": {"source": DEMO, "dtype": "float32"}, "decode": DECODE}
+    application["args"] |= {"auth": {"open_on_loopback": True}}
     application["args"]["engine"]["num_threads"] = 1
     application["deployments"][0]["ray_actor_options"]["num_cpus"] = 0.1
     second = copy.deepcopy(application) | {"name": "second", "route_prefix": "/second"}

@@ -147,6 +147,9 @@ def test_it_asks_for_a_key(browser: Chrome, offline: Offline) -> None:
         WebDriverWait(browser, 10).until(lambda b: b.find_element(By.ID, "key").is_displayed())
         fill(browser, "key", "a-secret-key\t")
         WebDriverWait(browser, 10).until(lambda b: "context 2048" in shown(b, "model"))
+        browser.get("about:blank")
+        browser.get(locked + "/#key=a-secret-key")  # as `skipdecode serve` prints it
+        WebDriverWait(browser, 10).until(lambda b: "context 2048" in shown(b, "model"))
         browser.find_element(By.ID, "go").click()
         assert len(wait_for_answer(browser)) > 20
     endpoint.close()
