@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import sys
 import traceback
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.formatting import Json, mask
+from pipeline.standard_streams import discard, open_closed_streams, tolerant_stderr
 
 OK, ERROR, BAD_CONFIG, TOO_MANY_FAILED = 0, 1, 2, 3
 MEANING = {
@@ -30,11 +30,15 @@ ROWS_MAY_FAIL = frozenset({"generate", "retry", "demo"})
 def start(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> NoReturn:
     """Runs a verb as a program and exits with its code.
 
-    Only help and the JSON document go to stdout; whatever libraries print (Ray does) is redirected to stderr.
+    Only help and the JSON document go to stdout; whatever libraries print (Ray does) is redirected to stderr. A closed
+    stream, or a reader that goes away, does not stop the work.
     """
+    open_closed_streams()
     with tolerate_closed_pipe():
         if {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
             sys.exit(main(argv))
+        if sys.stderr is sys.__stderr__:  # no test has put its own in place
+            sys.stderr = tolerant_stderr()
         sys.stdout = sys.stderr
         try:
             code = main(argv)
@@ -47,16 +51,16 @@ def start(main: Callable[[list[str] | None], int], argv: list[str] | None = None
 
 @contextmanager
 def tolerate_closed_pipe() -> Iterator[None]:
-    """Exits without a traceback when the reader of our output has gone, as in `skipdecode | head -3`."""
+    """Exits without a traceback when the reader of our help has gone, as in `skipdecode | head -3`."""
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:
-        devnull = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):  # the interpreter flushes both at exit, which would fail once more
-            os.dup2(devnull, stream)
+            discard(stream)
         sys.exit(ERROR)
 
 
@@ -100,9 +104,14 @@ def shorten(text: str) -> str:
 
 
 def result(document: Mapping[str, Any]) -> None:
-    """Prints the JSON document to the real stdout."""
+    """Prints the JSON document to the real stdout; to stderr if stdout is closed or cannot be written."""
     is_redirected = sys.stdout is sys.stderr
-    print(json.dumps(document), file=sys.__stdout__ if is_redirected else sys.stdout, flush=True)
+    text = json.dumps(document)
+    try:
+        print(text, file=sys.__stdout__ if is_redirected else sys.stdout, flush=True)
+    except OSError:
+        discard(1)  # the interpreter flushes it once more at exit
+        log(text)
 
 
 def program(verb: str) -> str:

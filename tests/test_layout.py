@@ -70,6 +70,7 @@ ARROWS = {
         "json_size": set(),
         "plots": set(),
         "schema": set(),
+        "standard_streams": set(),
         "config": {"formatting"},
         "demo": {"config"},
         "openai": {"formatting"},

@@ -191,15 +191,12 @@ def test_a_run_without_a_report_has_its_books() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "words", [["-m", "jobs"], pytest.param(["-m", "jobs", "verify", "a", "b"], marks=pytest.mark.slow)]
-)
-def test_a_reader_that_leaves_is_no_traceback(words: list[str]) -> None:
+def test_a_reader_that_leaves_is_no_traceback() -> None:
     """As in `skipdecode | head -3`: here nothing is read at all."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-m", "jobs"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
     )
     os.close(writer)
     assert "BrokenPipeError" not in done.stderr

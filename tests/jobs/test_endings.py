@@ -152,7 +152,7 @@ def test_a_long_error_is_whole_on_stderr_and_short_in_the_document(capsys: pytes
     assert document["error"].endswith(" the cause")
 
 
-def process(code: str) -> "subprocess.Popen[str]":
+def process(code: str, **streams: Any) -> "subprocess.Popen[str]":
     """`jobs.generate` as a program, where the statement `code` stands for the module with the run."""
     program = (
         "import time, sys, types, jobs.cli, jobs.generate\n"
@@ -161,7 +161,8 @@ def process(code: str) -> "subprocess.Popen[str]":
         "jobs.cli.start(jobs.generate.main, sys.argv[1:])\n"
     )
     command = [sys.executable, "-c", program]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes | streams)
 
 
 @pytest.mark.process
@@ -184,6 +185,54 @@ def test_a_process_that_hears_ctrl_c() -> None:
     assert interrupted.returncode == 1
     assert json.loads(out)["error"] == "interrupted; what was written is kept, and --resume continues the run"
     assert "Traceback" not in err
+
+
+TALKS = (
+    "import logging; sys.stderr.write('x' * 100_000); logging.warning('of a library'); file = open('{file}', 'w'); "
+    "print('more', file=sys.stderr); file.write('whole'); file.close(); raise RuntimeError('the end')"
+)
+"""A run that logs, writes a file meanwhile, and fails at its end, so that its document is known."""
+
+
+@pytest.mark.process
+def test_a_run_goes_on_without_a_reader_of_its_log(tmp_path: Path) -> None:
+    """`skipdecode generate ... 2>&1 | head -1`, where the document still has a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    running = process(TALKS.replace("{file}", str(tmp_path / "data")), stderr=writer)
+    os.close(writer)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert json.loads(out) == {"error": "the end", "exit_code": 1}
+    assert (tmp_path / "data").read_text() == "whole"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("closed", ["2", "1", "0 1 2"])
+def test_a_run_goes_on_with_closed_streams(tmp_path: Path, closed: str) -> None:
+    """`skipdecode generate ... 2>&-`: no file of the run may take the place of a closed stream."""
+    code = TALKS.replace("{file}", str(tmp_path / "data"))
+    running = process(code, preexec_fn=lambda: [os.close(int(stream)) for stream in closed.split()])
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 1
+    document = {"error": "the end", "exit_code": 1}
+    if closed == "2":
+        assert (json.loads(out), err) == (document, "")
+    elif closed == "1":
+        assert out == ""
+        assert json.loads(err.splitlines()[-1]) == document, "written where it can be"
+    assert (tmp_path / "data").read_text() == "whole"
+
+
+@pytest.mark.process
+def test_a_document_without_a_reader_goes_to_the_log() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    running = process("raise RuntimeError('the end')", stdout=writer)
+    os.close(writer)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert json.loads(err.splitlines()[-1]) == {"error": "the end", "exit_code": 1}
 
 
 @pytest.mark.process
