@@ -27,7 +27,7 @@ RUN mkdir -p outputs
 RUN chown ray outputs
 
 ENV PYTHONPATH=/app PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
-USER ray
+USER 1000
 EXPOSE 8000
 ENTRYPOINT ["skipdecode"]
 CMD ["--help"]

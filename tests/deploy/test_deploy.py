@@ -7,6 +7,7 @@ The schema below is a subset of KubeRay's `ray.io/v1` resources, written down fr
 """
 
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -41,40 +42,64 @@ QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
 PORT = fields(["containerPort"], containerPort={"type": "integer", "minimum": 1, "maximum": 65535}, name=TEXT)
 SECRET = fields([], secretKeyRef=fields(["name", "key"], name=TEXT, key=TEXT))
 VARIABLE = fields(["name"], name=TEXT, valueFrom=SECRET)
+SECURITY = fields(
+    [], runAsNonRoot=YES, runAsUser=COUNT, allowPrivilegeEscalation=YES, readOnlyRootFilesystem=YES,
+    capabilities=fields([], drop=items(TEXT), add=items(TEXT)),
+    seccompProfile=fields(["type"], type={"enum": ["RuntimeDefault", "Unconfined", "Localhost"]}),
+)  # fmt: skip
 CONTAINER = fields(
-    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT), env=items(VARIABLE),
+    ["name", "image"], name=TEXT, image=TEXT, ports=items(PORT), env=items(VARIABLE), securityContext=SECURITY,
     resources=fields([], requests=QUANTITIES, limits=QUANTITIES),
 )  # fmt: skip
 TOLERATION = fields([], key=TEXT, operator={"enum": ["Exists", "Equal"]}, value=TEXT, effect=TEXT)
 POD = fields(
     ["containers"], containers=items(CONTAINER), tolerations=items(TOLERATION), nodeSelector=TEXTS,
-    terminationGracePeriodSeconds=COUNT,
+    terminationGracePeriodSeconds=COUNT, restartPolicy={"enum": ["Never", "OnFailure", "Always"]},
 )  # fmt: skip
 TEMPLATE = fields(["spec"], metadata=fields([], annotations=TEXTS, labels=TEXTS), spec=POD)
 WORKERS = fields(
     ["groupName", "template"], groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, numOfHosts=COUNT,
     rayStartParams=TEXTS, template=TEMPLATE,
 )  # fmt: skip
-AUTOSCALER = fields([], idleTimeoutSeconds=COUNT, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]})
+AUTOSCALER = fields(
+    [], idleTimeoutSeconds=COUNT, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+    securityContext=SECURITY,
+)  # fmt: skip
+AUTHENTICATION = fields(["mode"], mode={"enum": ["disabled", "token"]}, secretName=TEXT)
 CLUSTER = fields(
-    ["headGroupSpec"], rayVersion=TEXT, enableInTreeAutoscaling=YES, autoscalerOptions=AUTOSCALER,
-    headGroupSpec=fields(["template"], rayStartParams=TEXTS, template=TEMPLATE), workerGroupSpecs=items(WORKERS),
+    ["headGroupSpec"], rayVersion=TEXT, authOptions=AUTHENTICATION, enableInTreeAutoscaling=YES,
+    autoscalerOptions=AUTOSCALER, headGroupSpec=fields(["template"], rayStartParams=TEXTS, template=TEMPLATE),
+    workerGroupSpecs=items(WORKERS),
 )  # fmt: skip
 SPECS = {
     "RayJob": fields(
         ["entrypoint", "rayClusterSpec"], entrypoint=TEXT, runtimeEnvYAML=TEXT, backoffLimit=COUNT,
         shutdownAfterJobFinishes=YES, ttlSecondsAfterFinished=COUNT, activeDeadlineSeconds=COUNT,
         submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]}, rayClusterSpec=CLUSTER,
+        submitterPodTemplate=TEMPLATE,
     ),
     "RayService": fields(
         ["serveConfigV2", "rayClusterConfig"], serveConfigV2=TEXT, rayClusterConfig=CLUSTER,
     ),
 }  # fmt: skip
+SELECTOR = fields(["matchLabels"], matchLabels=TEXTS)
+RULE = fields(
+    [], **{"from": items(fields([], podSelector=SELECTOR, namespaceSelector={"type": "object"}))},
+    ports=items(fields(["protocol", "port"], protocol={"enum": ["TCP", "UDP"]}, port=COUNT)),
+)  # fmt: skip
+POLICY = fields(
+    ["podSelector", "policyTypes"], podSelector=SELECTOR, policyTypes=items({"enum": ["Ingress", "Egress"]}),
+    ingress=items(RULE),
+)  # fmt: skip
 
 
 def load(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))
-    return found
+    """The resource of KubeRay in that file."""
+    return documents(name)[0]
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "deploy" / name).read_text(encoding="utf-8")))
 
 
 def cluster(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -84,13 +109,17 @@ def cluster(manifest: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_a_manifest_has_only_fields_that_the_resource_has(path: Path) -> None:
-    manifest = load(path.name)
-    top = fields(
-        ["apiVersion", "kind", "metadata", "spec"], apiVersion={"const": "ray.io/v1"}, kind={"enum": list(SPECS)},
-        metadata=fields(["name"], name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}),
-        spec=SPECS[manifest["kind"]],
-    )  # fmt: skip
-    jsonschema.validate(manifest, top)
+    manifest, policy = documents(path.name)
+    name = fields(["name"], name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"})
+    for document, version, kinds, spec in (
+        (manifest, "ray.io/v1", list(SPECS), SPECS[manifest["kind"]]),
+        (policy, "networking.k8s.io/v1", ["NetworkPolicy"], POLICY),
+    ):
+        top = fields(
+            ["apiVersion", "kind", "metadata", "spec"], apiVersion={"const": version}, kind={"enum": kinds},
+            metadata=name, spec=spec,
+        )  # fmt: skip
+        jsonschema.validate(document, top)
 
 
 @pytest.mark.skipif("KUBERAY_CRDS" not in os.environ, reason="KUBERAY_CRDS names no folder with KubeRay's CRDs")
@@ -129,6 +158,51 @@ def test_a_manifest_fits_this_project(path: Path) -> None:
             assert spec["enableInTreeAutoscaling"] is True, "nothing else adds nodes"
     images = {container["image"] for template in templates(spec) for container in template["spec"]["containers"]}
     assert len(images) == 1, "head and workers run one image"
+
+
+RESTRICTED = {
+    "runAsNonRoot": True,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""What Kubernetes' Pod Security Standard "restricted" asks of a container."""
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_cluster_lets_in_only_who_has_its_token(path: Path) -> None:
+    spec = cluster(load(path.name))
+    assert spec["authOptions"] == {"mode": "token"}
+    assert "operator 1.5.1 or newer" in path.read_text(encoding="utf-8"), "older ones ignore authOptions"
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert "dashboard-host" not in group["rayStartParams"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_containers_have_no_rights_that_they_do_not_need(path: Path) -> None:
+    spec = load(path.name)["spec"]
+    pods = [*templates(cluster(load(path.name))), *([spec["submitterPodTemplate"]] if "entrypoint" in spec else [])]
+    for pod in pods:
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"] == RESTRICTED, container["name"]
+    assert cluster(load(path.name))["autoscalerOptions"]["securityContext"] == RESTRICTED
+    users = re.findall(r"^USER (.*)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [user.isdigit() and user != "0" for user in users] == [True], "runAsNonRoot needs a number"
+
+
+@pytest.mark.parametrize(("name", "open_port"), [("rayjob.yaml", 8080), ("rayservice.yaml", 8000)])
+def test_others_reach_one_port_of_the_pods(name: str, open_port: int) -> None:
+    manifest, policy = documents(name)
+    spec = manifest["spec"]
+    labels = policy["spec"]["podSelector"]["matchLabels"]
+    for pod in [*templates(cluster(manifest)), *([spec["submitterPodTemplate"]] if "entrypoint" in spec else [])]:
+        assert pod["metadata"]["labels"] == labels
+    own, operator, others = policy["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": labels}}]}
+    assert operator["ports"] == [{"protocol": "TCP", "port": 8265}], "where it submits jobs and applications"
+    (peer,) = operator["from"]
+    assert peer["podSelector"] == {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}}
+    assert others == {"ports": [{"protocol": "TCP", "port": open_port}]}
 
 
 def test_the_job_runs_a_command_that_exists_with_a_configuration_that_loads() -> None:
