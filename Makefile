@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Compiling all of torch and Ray to bytecode would take more than a minute; Python compiles what it imports.
-PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore --editable
+PIP := $(BIN)/pip install --no-compile --disable-pip-version-check --root-user-action=ignore --editable
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
@@ -17,6 +17,7 @@ help:  ## this list
 	$(PYTHON) -m venv .venv
 
 .venv/installed: pyproject.toml | .venv/bin/pip
+	@echo "installing torch, Ray and others into .venv, which takes a minute or so"
 	$(PIP) .
 	@touch $@
 
