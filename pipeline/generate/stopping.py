@@ -14,12 +14,12 @@ from ray.actor import ActorHandle
 from ray.data.exceptions import ExecutionTimeoutError
 
 from pipeline.formatting import Log
-from pipeline.stages.attempt_tracker import OVERDRAWN
+from pipeline.stages.attempt_tracker import TOO_MANY_FAILED
 from pipeline.store.row_writer import DISK_FULL, NoSpaceLeft
 from pipeline.store.run_folder import RunFolder
 
 ASK_TIMEOUT_S = 5
-ENDS_EARLY_AT = 100  # failed rows; below, an early end saves too little to leave a run without its books
+MIN_EARLY_LIMIT = 100  # failed rows; with fewer, ending early saves too little to leave rows undone
 
 
 class RunStopped(RuntimeError):
@@ -49,13 +49,13 @@ def allowed_failures(limit: int | float, num_rows: int) -> float:
 
 
 def early_limit(limit: int | float, num_rows: int) -> float:
-    """The number of failed rows beyond which the run ends early."""
-    return max(allowed_failures(limit, num_rows), ENDS_EARLY_AT)
+    """The number of failed rows beyond which a run ends before its last row."""
+    return max(allowed_failures(limit, num_rows), MIN_EARLY_LIMIT)
 
 
-def check_budget(failed: int, ends_at: float) -> None:
-    if failed > ends_at:
-        raise TooManyFailed(OVERDRAWN.format(failed))
+def check_budget(failed: int, max_failures: float) -> None:
+    if failed > max_failures:
+        raise TooManyFailed(TOO_MANY_FAILED.format(failed))
 
 
 @contextmanager

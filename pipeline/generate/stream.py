@@ -43,11 +43,11 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
     _note_start(planned, work, spec, log)
     estimate = _start_estimate(planned, work, spec, log)
     is_retry = work.subfolder != "data"  # its rows have failed already, so their number cannot grow
-    ends_at = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
+    max_failures = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
-    helpers = _start_helpers(planned, work, spec, session, ends_at, failed)
+    helpers = _start_helpers(planned, work, spec, session, max_failures, failed)
     try:
-        check_budget(failed, ends_at)
+        check_budget(failed, max_failures)
         sink = _make_sink(spec, folder, session, work)
         prepare(
             keep_workers=helpers.steal_queue is not None,
@@ -120,12 +120,12 @@ def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -
 
 
 def _start_helpers(
-    planned: PlannedRun, work: Work, spec: PipelineSpec, session: str, ends_at: float, failed: int
+    planned: PlannedRun, work: Work, spec: PipelineSpec, session: str, max_failures: float, failed: int
 ) -> HelperActors:
     folder, actors = planned.folder, planned.config.actors
     return HelperActors(
         start_collector(folder.filesystem, folder.root, session, work.num_left),
-        start_attempt_tracker(planned.config.limits.max_row_attempts, spec.window_rows, ends_at, failed),
+        start_attempt_tracker(planned.config.limits.max_row_attempts, spec.window_rows, max_failures, failed),
         start_steal_queue() if actors.share_leftovers and planned.pool.max_size > 1 else None,
     )
 

@@ -165,8 +165,8 @@ def _workers_text(report: Figures, lanes: Sequence[Lane]) -> str:
     if again["output_tokens"]:
         text += (
             f" {again['output_tokens']:,} tokens ({count(again['rows'], 'row')}) were decoded beyond those in the data "
-            "files: in hand at a death or an interruption, and decoded again. Times, layers, padding and the rows of "
-            "workers count them."
+            "files: they were lost when a worker died or the run was interrupted, and were decoded again. Times, "
+            "layers, padding and the rows of workers count them."
         )
     if len(report["actors"]) > len(lanes):
         text += f" {len(lanes)} of {len(report['actors'])} workers are drawn."

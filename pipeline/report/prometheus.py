@@ -43,7 +43,7 @@ METRICS = (
     Metric("counter", "skipdecode_output_tokens", "Generated tokens"),
     Metric("counter", "skipdecode_layers_run", "Layers run for decode steps, summed over rows"),
     Metric("counter", "skipdecode_decode_steps", "Decode steps, summed over rows: what layers_run is divided by"),
-    Metric("counter", "skipdecode_busy_seconds", "Time that workers had rows in hand"),
+    Metric("counter", "skipdecode_busy_seconds", "Time in which workers had rows to decode"),
     Metric("counter", "skipdecode_worker_starts", "Workers that were ready; more than workers: restarts"),
     Metric("counter", "skipdecode_load_seconds", "Time for workers to load the model, summed over worker_starts"),
     Metric("gauge", "skipdecode_split_batches", "Parts of batches that could not be decoded whole, so far"),

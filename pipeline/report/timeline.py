@@ -136,7 +136,7 @@ def actors(starts: Sequence[StoredStart], windows: Windows, clock: Clock) -> lis
     """Per worker: load, busy and idle seconds, rows, restarts, and whether it `left` before the end.
 
     Idle: from ready to the end of its session (or to the last sign of a worker that left), neither busy nor loading
-    again; what it had in hand when it died is in there too.
+    again; what it was decoding when it died is in there too.
     """
     count, numbers = len(windows.workers), {name: number for number, name in enumerate(windows.workers)}
     busy = np.bincount(windows.worker, windows.ended_at - windows.started_at, count)

@@ -27,17 +27,17 @@ if TYPE_CHECKING:  # the tracker's process needs no torch
     from actors.generator import Answer
 
 MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
-MIN_DEATHS_IN_A_ROW = 20  # of one worker without a part decoded in between, before the worker is to blame
+MIN_CONSECUTIVE_DEATHS = 20  # of a worker that decoded no part in between; then the worker is to blame, not a row
 
 CONTROL: tuple[str, ...] = ()
 """A part without rows of the corpus: the worker decodes a prompt that anything can decode."""
 
-OVERDRAWN = "{} rows have failed, more than limits.max_failed_rows allows"
+TOO_MANY_FAILED = "{} rows have failed, more than limits.max_failed_rows allows"
 
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """One incarnation of a worker."""
+    """The process that runs a worker. A worker that is restarted keeps its name and gets a new process."""
 
     node_id: str
     host: str
@@ -87,10 +87,10 @@ class Worker:
     state: str  # loading | waiting | decoding
     since: float
     part: tuple[str, ...] = ()
-    """Ids of the rows in hand."""
+    """Ids of the rows that are being decoded."""
     exit_reason: str = ""
     starts: int = 1
-    deaths_in_a_row: int = 0
+    consecutive_deaths: int = 0
     start_deaths: int = 0
 
 
@@ -103,20 +103,20 @@ class AttemptTracker:
         self,
         max_row_attempts: int,
         window_rows: int,
-        allowed_failures: float,
+        max_failures: float,
         failed: int = 0,
         node_is_gone: Callable[[str], bool] = lambda node_id: False,
     ) -> None:
-        """`failed`: rows that failed in earlier sessions; `allowed_failures`: rows that may fail in all."""
+        """`failed`: rows that failed in earlier sessions; `max_failures`: rows that may fail in all."""
         self._max_row_attempts = max_row_attempts
         isolation = math.ceil(math.log2(max(window_rows, 1))) + max_row_attempts
-        self._max_deaths_in_a_row = max(MIN_DEATHS_IN_A_ROW, 2 * isolation)
-        self._allowed_failures = allowed_failures
+        self._max_consecutive_deaths = max(MIN_CONSECUTIVE_DEATHS, 2 * isolation)
+        self._max_failures = max_failures
         self._node_is_gone = node_is_gone
         self._workers: dict[str, Worker] = {}
-        self._parts: dict[str, tuple[str, ...]] = {}  # suspect -> the rows to try it with
+        self._suspect_parts: dict[str, tuple[str, ...]] = {}  # suspect -> the rows it is decoded with
         self._deaths: dict[str, list[Death]] = {}  # suspect -> deaths while it was decoded alone
-        self._in_company: dict[str, int] = {}  # suspect -> the number of deaths while it was decoded with others
+        self._shared_deaths: dict[str, int] = {}  # suspect -> the number of deaths while it was decoded with others
         self._answers: dict[str, Answer] = {}  # answers of rows in windows that contain a suspect
         self._failed: dict[str, int] = {}  # window -> failed rows: a repeated window counts once
         self._num_failed = failed  # including those of earlier sessions
@@ -136,8 +136,8 @@ class AttemptTracker:
 
     def worker_ready(self, name: str) -> None:
         """The worker has loaded its model."""
-        worker = self._workers[name]
-        worker.state, worker.since, worker.start_deaths = "waiting", time.time(), 0
+        self.worker_idle(name)
+        self._workers[name].start_deaths = 0
 
     def plan_window(self, name: str, ids: Sequence[str]) -> WindowPlan | str:
         """How the worker is to decode these rows; or, as a text, why the run is to stop."""
@@ -146,9 +146,9 @@ class AttemptTracker:
         quarantined = {row: self._describe_deaths(row) for row in ids if self._is_quarantined(row)}
         answers = {row: self._answers[row] for row in ids if row in self._answers}
         left = [row for row in ids if row not in quarantined and row not in answers]
-        suspects = [row for row in left if row in self._parts]
-        parts = self._suspect_parts(suspects)
-        clear = tuple(row for row in left if row not in self._parts)
+        suspects = [row for row in left if row in self._suspect_parts]
+        parts = self._parts_to_try(suspects)
+        clear = tuple(row for row in left if row not in self._suspect_parts)
         if clear:
             parts.insert(0, clear)
         plan = WindowPlan(self._with_controls(parts, answers), answers, quarantined, is_clear=not suspects)
@@ -164,17 +164,21 @@ class AttemptTracker:
     def part_decoded(self, name: str, answers: "dict[str, Answer] | None") -> None:
         """The worker's part is decoded; `answers` of a window in several parts are kept until it is finished."""
         worker = self._workers[name]
-        worker.deaths_in_a_row = 0
+        worker.consecutive_deaths = 0
         for row in worker.part:
-            for known in (self._parts, self._deaths, self._in_company):
+            for known in (self._suspect_parts, self._deaths, self._shared_deaths):
                 known.pop(row, None)
         worker.part = ()
         self._answers |= answers or {}
 
-    def window_finished(self, name: str, window: str, ids: Sequence[str], failed: int) -> None:
-        """The window of that name is done with; `failed` of its rows failed, here or before."""
+    def worker_idle(self, name: str) -> None:
+        """The worker waits for rows."""
         worker = self._workers[name]
         worker.state, worker.since = "waiting", time.time()
+
+    def window_finished(self, name: str, window: str, ids: Sequence[str], failed: int) -> None:
+        """The worker has finished the window of that name; `failed` of its rows failed, in this stage or before."""
+        self.worker_idle(name)
         for row in ids:
             self._answers.pop(row, None)
         before = self._failed.get(window, 0)
@@ -211,36 +215,36 @@ class AttemptTracker:
         """Records that a worker's process is gone, and which rows become suspects for that."""
         if self._node_is_gone(worker.process.node_id):
             return
-        worker.deaths_in_a_row += 1
+        worker.consecutive_deaths += 1
         if worker.state == "loading":
             worker.start_deaths += 1
             if worker.start_deaths >= MAX_START_DEATHS:
                 self._end(name, f"died {worker.start_deaths} times while it loaded the model", worker)
             return
-        if worker.deaths_in_a_row >= self._max_deaths_in_a_row:
-            self._end(name, f"died {worker.deaths_in_a_row} times without decoding anything in between", worker)
+        if worker.consecutive_deaths >= self._max_consecutive_deaths:
+            self._end(name, f"died {worker.consecutive_deaths} times without decoding anything in between", worker)
         part = worker.part
         if len(part) == 1 and part[0] not in self._answers:  # a row decoded fine before is no suspect
-            self._parts[part[0]] = part
+            self._suspect_parts[part[0]] = part
             self._deaths.setdefault(part[0], []).append(Death(worker.process, worker.exit_reason))
         elif len(part) > 1:
             middle = len(part) // 2
             for half in (part[:middle], part[middle:]):
-                self._parts |= dict.fromkeys(half, half)
+                self._suspect_parts |= dict.fromkeys(half, half)
             for row in part:
-                self._in_company[row] = self._in_company.get(row, 0) + 1
+                self._shared_deaths[row] = self._shared_deaths.get(row, 0) + 1
 
-    def _suspect_parts(self, suspects: Sequence[str]) -> list[tuple[str, ...]]:
+    def _parts_to_try(self, suspects: Sequence[str]) -> list[tuple[str, ...]]:
         """The parts that hold these rows, smallest first, so that one row is isolated before the next is looked for."""
         wanted = set(suspects)
-        parts = dict.fromkeys(self._parts[row] for row in suspects)
+        parts = dict.fromkeys(self._suspect_parts[row] for row in suspects)
         return sorted((tuple(row for row in part if row in wanted) for part in parts), key=len)
 
     def _with_controls(self, parts: list[tuple[str, ...]], answers: "dict[str, Answer]") -> list[tuple[str, ...]]:
         """The parts, with a control (a row known to be good, or `CONTROL`) before every row that is tried alone."""
         planned: list[tuple[str, ...]] = []
         for part in parts:
-            if len(part) == 1 and part[0] in self._parts:
+            if len(part) == 1 and part[0] in self._suspect_parts:
                 planned.append((next(iter(answers)),) if answers else CONTROL)
             planned.append(part)
         return planned
@@ -253,16 +257,16 @@ class AttemptTracker:
 
     def _describe_deaths(self, row: str) -> str:
         deaths = self._counted(row)
-        company = self._in_company.get(row, 0)
+        shared = self._shared_deaths.get(row, 0)
         return (
             f"its worker died {len(deaths)} times while decoding this row alone: {', '.join(map(str, deaths))}"
-            + (f"; {company} times before with other rows" if company else "")
-            + "; raise limits.max_row_attempts if the row is innocent"
+            + (f"; {shared} times before with other rows" if shared else "")
+            + "; raise limits.max_row_attempts if the row is not at fault"
         )
 
     def _check_budget(self) -> None:
-        if self._num_failed > self._allowed_failures and self._verdict is None:
-            self._verdict = {"kind": "budget", "reason": OVERDRAWN.format(self._num_failed)}
+        if self._num_failed > self._max_failures and self._verdict is None:
+            self._verdict = {"kind": "budget", "reason": TOO_MANY_FAILED.format(self._num_failed)}
 
     def _end(self, name: str, what: str, worker: Worker) -> None:
         reason = (
@@ -280,7 +284,7 @@ def node_is_gone(node_id: str) -> bool:
     return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
-def start_attempt_tracker(max_row_attempts: int, window_rows: int, allowed_failures: float, failed: int) -> ActorHandle:
+def start_attempt_tracker(max_row_attempts: int, window_rows: int, max_failures: float, failed: int) -> ActorHandle:
     """An actor on this node. If it is lost, so is the driver's node, and the run ends."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(AttemptTracker)
-    return actor.remote(max_row_attempts, window_rows, allowed_failures, failed, node_is_gone)
+    return actor.remote(max_row_attempts, window_rows, max_failures, failed, node_is_gone)

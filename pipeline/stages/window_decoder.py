@@ -7,7 +7,7 @@
 - When other workers are idle, at the end of a run, the batches that are left are offered to them in the steal queue
   (`_share`), and an idle worker decodes what others offer (`steal`). Each window is still returned by its owner, which
   decodes again what no thief delivers in time. If the queue is lost, workers stop sharing and the run goes on.
-- After the death of a worker that had these rows in hand, the tracker divides them into parts, which are decoded one
+- After the death of a worker that was decoding these rows, the tracker divides them into parts, which are decoded one
   by one until the row that kills workers is found (`_answer_part_by_part`). Quarantined rows are not decoded at all.
 
 Whatever the way, the tracker is told of rows before they are decoded and after.
@@ -175,7 +175,7 @@ class WindowDecoder:
         if queue is None or stolen is None:
             return False
         queue.complete.remote(stolen, self._decode_part(stolen.requests, is_stolen=True))
-        self.attempts.window_finished.remote(self.worker, "", (), 0)
+        self.attempts.worker_idle.remote(self.worker)
         return True
 
     def _decode_part(self, requests: Sequence[Request], is_stolen: bool = False) -> dict[str, Answer]:

@@ -28,8 +28,8 @@ from pipeline.store.run_state import LeaseState
 
 LEASE_S = float(os.environ.get("SKIPDECODE_LEASE_S", "30"))  # set it for tests only, and equally for all sessions
 BEAT_S = LEASE_S / 6
-SETTLE_S = 2.0  # on an object store: by then a rival that saw no lease either has written its own
-LOOKS_S = 0.1, 0.2, 0.4, 0.8  # between looks at a lease that is not there
+TAKEOVER_WAIT_S = 2.0  # on an object store: sessions that start together have all written their lease by then
+RETRY_WAITS_S = 0.1, 0.2, 0.4, 0.8  # between attempts to read a lease that seems to be missing
 BEAT_DIGITS = 12
 LOCK_S, LOCK_TRIES = 0.25, 25
 
@@ -43,7 +43,7 @@ class Lease:
         self._thread = threading.Thread(target=self._loop, daemon=True, name="lease")
         self._num_beats = 0
         self._file: int | None = None
-        """On a disk, the lease that we made, whatever has its name by now."""
+        """On a disk, the lease file that we created; another file may have its name by now."""
         self.previous_session: str | None = None
         """The session whose lease we have taken over."""
         self._is_lost = False
@@ -61,12 +61,12 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join()
         if self._file is None:
-            # only what we wrote last: not one of `previous_session`, nor of a successor that we may have written over
+            # only the text that we wrote last: neither the lease of `previous_session` nor that of a successor
             if not self._is_lost and _look(self._folder) == self._text():
                 self._folder.remove(LEASE)
             return
         if self.holds():
-            self._set_aside(lambda text: _session_of(text) == self._session)
+            self._remove_if(lambda text: _session_of(text) == self._session)
         os.close(self._file)
         self._file = None
 
@@ -78,7 +78,7 @@ class Lease:
     def holds(self) -> bool:
         """True if the lease is ours at this moment."""
         found = _session_of(_look(self._folder))
-        if self._file is None:  # one that stood still may write once more, and ends then
+        if self._file is None:  # if the previous session was only suspended, it may write once more before it ends
             return found is not None and found in (self._session, self.previous_session)
         return found == self._session and self._is_in_place(self._file)
 
@@ -113,16 +113,16 @@ class Lease:
                 )
         return first
 
-    def _take(self, dead: str | None) -> bool:
-        """Whether the lease is ours now, where there was none, or `dead`."""
-        self.previous_session = _session_of(dead)
+    def _take(self, expected_text: str | None) -> bool:
+        """Takes the lease if its text is still `expected_text` (None: if there is none). Returns whether it is ours."""
+        self.previous_session = _session_of(expected_text)
         if self._folder.is_local:
-            return self._take_on_disk(dead)
+            return self._take_on_disk(expected_text)
         self._beat()
-        time.sleep(SETTLE_S)
+        time.sleep(TAKEOVER_WAIT_S)
         return _session_of(_look(self._folder)) == self._session
 
-    def _take_on_disk(self, dead: str | None) -> bool:
+    def _take_on_disk(self, expected_text: str | None) -> bool:
         target = self._folder.path(LEASE)
         own = f"{target}.{self._session}.tmp"
         os.makedirs(self._folder.root, exist_ok=True)
@@ -130,8 +130,8 @@ class Lease:
         os.pwrite(file, self._text().encode(), 0)
         fault_point("lease made")
         try:
-            with exclusively(self._folder.root):  # otherwise a late one would briefly remove the winner's lease
-                if dead is not None and not self._set_aside(lambda text: text == dead):
+            with exclusively(self._folder.root):  # otherwise a slower session would briefly remove the winner's lease
+                if expected_text is not None and not self._remove_if(lambda text: text == expected_text):
                     raise FileExistsError(target)
                 _link(own, target)
         except (FileExistsError, FileNotFoundError):  # the second: the holder has cleared the folder
@@ -140,31 +140,31 @@ class Lease:
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(own)
-        if not self._is_in_place(file):  # a copy
+        if not self._is_in_place(file):  # the file system has no links, so the lease is a copy
             os.close(file)
             file = os.open(target, os.O_RDWR)
         self._file = file
         return True
 
-    def _set_aside(self, is_it: Callable[[str], bool]) -> bool:
+    def _remove_if(self, matches: Callable[[str], bool]) -> bool:
         """Removes the lease if it matches; a different one is put back. Returns whether it is gone."""
         target = self._folder.path(LEASE)
         aside = f"{target}.{self._session}.gone"
         now = _read(self._folder)
-        if now is None or not is_it(now):
+        if now is None or not matches(now):
             return now is None
         try:
             os.rename(target, aside)
         except FileNotFoundError:
             return True
         fault_point("lease aside")
-        was_it = is_it(_read(self._folder, os.path.basename(aside)) or "")
-        if not was_it:  # it changed hands between the check and the rename
+        did_match = matches(_read(self._folder, os.path.basename(aside)) or "")
+        if not did_match:  # it changed hands between the check and the rename
             with suppress(FileExistsError):
                 _link(aside, target)
         with suppress(FileNotFoundError):
             os.unlink(aside)
-        return was_it
+        return did_match
 
     def _beat(self) -> None:
         self._num_beats += 1
@@ -231,7 +231,7 @@ def _look(folder: RunFolder) -> str | None:
     """The text of the lease; None if there is none. If every heartbeat removes it for a moment, it is looked for
     several times."""
     text = _read(folder)
-    for wait_s in LOOKS_S if may_vanish(folder.filesystem) else ():
+    for wait_s in RETRY_WAITS_S if may_vanish(folder.filesystem) else ():
         if text is not None:
             break
         time.sleep(wait_s)
@@ -260,7 +260,7 @@ def _session_of(text: str | None) -> str | None:
 
 
 def _may_hold(text: str) -> bool:
-    """True if the holder of the lease may be alive, also if the text cannot be parsed: it may be being written."""
+    """True if the holder of the lease may be alive, even if the text cannot be parsed: it may be half written."""
     lease = _parse(text)
     return lease is None or may_live(lease)
 
@@ -276,7 +276,7 @@ def _machine() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return socket.gethostname()
 
 

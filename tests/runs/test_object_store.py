@@ -146,7 +146,7 @@ def _a_row_changes_sides(folder: RunFolder) -> None:
 
 
 def test_the_run_folder_on_an_object_store(uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.store.lease.SETTLE_S", 0.05)
+    monkeypatch.setattr("pipeline.store.lease.TAKEOVER_WAIT_S", 0.05)
     folder = RunFolder.open(uri("folder"))
     assert not folder.exists()
     assert folder.read_state() is None
@@ -196,7 +196,7 @@ def slow_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunFolder, Del
     """A run folder on a store of its own, and what delays a request there."""
     for key, value in LOOPBACK_KEYS.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("pipeline.store.lease.SETTLE_S", 0.0)
+    monkeypatch.setattr("pipeline.store.lease.TAKEOVER_WAIT_S", 0.0)
     with object_store() as (make, delay):
         yield RunFolder.open(make(uuid.uuid4().hex)), delay
 

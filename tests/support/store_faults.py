@@ -31,24 +31,24 @@ class Delay:
     def __init__(self, app: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]) -> None:
         self._app = app
         self._lock = threading.Lock()
-        self._is_it: Callable[[WSGIEnvironment], bool] = _shows_data
+        self._matches: Callable[[WSGIEnvironment], bool] = _shows_data
         self._num_left: int | None = None
         self.held, self.may_go, self.is_done = threading.Event(), threading.Event(), threading.Event()
 
-    def arm(self, is_it: Callable[[WSGIEnvironment], bool] | None = None, after: int = 0) -> None:
+    def arm(self, matches: Callable[[WSGIEnvironment], bool] | None = None, after: int = 0) -> None:
         """By itself, the first request that makes a data file seen."""
         with self._lock:
-            self._is_it, self._num_left = is_it or _shows_data, after
+            self._matches, self._num_left = matches or _shows_data, after
             self.held, self.may_go, self.is_done = threading.Event(), threading.Event(), threading.Event()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         with self._lock:
-            is_one = self._num_left is not None and self._is_it(environ)
-            is_it = is_one and self._num_left == 0
-            if self._num_left is not None and is_one:
-                self._num_left = None if is_it else self._num_left - 1
+            is_counted = self._num_left is not None and self._matches(environ)
+            is_delayed = is_counted and self._num_left == 0
+            if self._num_left is not None and is_counted:
+                self._num_left = None if is_delayed else self._num_left - 1
             held, may_go, is_done = self.held, self.may_go, self.is_done
-        if not is_it:
+        if not is_delayed:
             return self._app(environ, start_response)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))  # its sender may be gone later
         environ["wsgi.input"] = io.BytesIO(body)

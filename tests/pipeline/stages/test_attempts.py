@@ -166,7 +166,7 @@ def test_a_worker_that_dies_of_everything_is_to_blame_and_no_row() -> None:
     assert worker.attempts.verdict() == {"kind": "workers", "reason": worker.stop}
 
 
-def test_an_innocent_suspect_is_not_quarantined_by_broken_processes() -> None:
+def test_a_good_row_under_suspicion_is_not_quarantined_by_broken_processes() -> None:
     """Suspects are tried after a good row: a process that is broken shows it there."""
     found = 0
     for seed in range(200):
@@ -195,7 +195,7 @@ def test_a_worker_that_never_gets_ready_ends_the_run() -> None:
 
 
 def test_the_budget_counts_a_repeated_window_once() -> None:
-    attempts = AttemptTracker(3, 8, allowed_failures=3, failed=1)
+    attempts = AttemptTracker(3, 8, max_failures=3, failed=1)
     attempts.worker_starting("w", process(0))
     for _ in range(5):
         attempts.window_finished("w", "window 1", ["a"], 2)

@@ -211,7 +211,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 def test_a_worker_that_dies_while_parts_are_lent_costs_no_row(
     point: str, calm: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """A helper with rows of another's window in hand; an owner after the second part of a window that it shares."""
+    """A helper that decodes rows of another's window; an owner after the second part of a window that it shares."""
     fault = {"signal": "SIGKILL", "times": 1, "after": int(point == "sharing")}
     done = run(shared_run(tmp_path), environment({point: fault}, tmp_path))
     assert done.returncode == 0, done.stderr

@@ -170,7 +170,7 @@ def test_a_holder_that_stood_still_in_mid_beat_changes_no_other_lease(
 def test_on_a_store_a_beat_that_took_too_long_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been written over a successor's lease, so that the name on the lease says nothing."""
     quick(monkeypatch)
-    monkeypatch.setattr(pipeline.store.lease, "SETTLE_S", 0)
+    monkeypatch.setattr(pipeline.store.lease, "TAKEOVER_WAIT_S", 0)
     told = threading.Event()
     monkeypatch.setattr(signal, "pthread_kill", lambda *_: told.set())
     store = RunFolder(pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem()), "run", "run")
@@ -238,7 +238,7 @@ def test_on_a_store_the_loser_leaves_the_lease_to_its_successor(
 ) -> None:
     """It stood still in mid-beat, and has written over it."""
     monkeypatch.setattr(pipeline.store.lease, "LEASE_S", 0.2)
-    monkeypatch.setattr(pipeline.store.lease, "SETTLE_S", 0)
+    monkeypatch.setattr(pipeline.store.lease, "TAKEOVER_WAIT_S", 0)
     folder = on_store(tmp_path)
     loser = Lease(folder, "loser", print).__enter__()
     with Lease(folder, "successor", print) as successor:
@@ -257,7 +257,7 @@ def test_a_lease_that_is_being_replaced_is_not_lost(tmp_path: Path, monkeypatch:
     """Where a move replaces nothing, each beat takes it away for a moment."""
     monkeypatch.setattr(pipeline.store.lease, "BEAT_S", 0.002)
     monkeypatch.setattr(pipeline.store.lease, "LEASE_S", 10)
-    monkeypatch.setattr(pipeline.store.lease, "SETTLE_S", 0)
+    monkeypatch.setattr(pipeline.store.lease, "TAKEOVER_WAIT_S", 0)
     folder = on_store(tmp_path, replaces=False)
     with Lease(folder, "holder", print) as lease:
         ends_at = time.monotonic() + 0.5

@@ -47,9 +47,9 @@ def work(folder: RunFolder, session: str, begun: Callable[[], None] = lambda: No
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.store.lease.SETTLE_S", 0)
+    monkeypatch.setattr("pipeline.store.lease.TAKEOVER_WAIT_S", 0)
     monkeypatch.setattr("pipeline.store.lease.LEASE_S", 0.01)
-    monkeypatch.setattr("pipeline.store.lease.LOOKS_S", (0.0,))
+    monkeypatch.setattr("pipeline.store.lease.RETRY_WAITS_S", (0.0,))
 
 
 def resumed(folder: RunFolder) -> Any:
