@@ -76,8 +76,8 @@ def _timed(model: Decoder) -> Iterator[dict[str, float]]:
         targets += [(block.attn_norm, "forward", "norms"), (block.ffn_norm, "forward", "norms")]
         targets += [(block.qkv, "forward", "query, key, value"), (block.out_proj, "forward", "attention output")]
         targets += [(block.fc1, "forward", "feed-forward"), (block.fc2, "forward", "feed-forward")]
-    if model.swift is not None:
-        targets += model.swift.timed_calls()
+    if model.swiftkv is not None:
+        targets += model.swiftkv.timed_calls()
     had = [vars(owner).get(name) for owner, name, _ in targets]  # None: inherited from the class
     try:
         for owner, name, stage in targets:

@@ -164,7 +164,7 @@ def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None)
     """The loss, with gradients enabled for the weights that are trained."""
     lora = lora_modules(model)
     model.train().requires_grad_(config.trainable == "all" and not lora)
-    for added in lora if model.swift is None else [*lora, model.swift]:
+    for added in lora if model.swiftkv is None else [*lora, model.swiftkv]:
         added.requires_grad_(True)
     if lora and config.precision == "bfloat16":  # autocast caches its copies of trained weights only
         for layer in model.layers:

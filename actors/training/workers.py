@@ -25,7 +25,7 @@ def wrap(loss: ResponseLoss, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
         return loss
     if parallel == "ddp":
         # with SwiftKV the upper layers' own key and value projections are unused, without it those of SwiftKV
-        return DistributedDataParallel(loss, find_unused_parameters=loss.model.swift is not None)
+        return DistributedDataParallel(loss, find_unused_parameters=loss.model.swiftkv is not None)
     for block in loss.model.layers:
         if block.k_norm is not None:  # SwiftKV calls it outside of its layer's forward
             fully_shard(block.k_norm)

@@ -89,8 +89,8 @@ def headline(row: Row) -> str:
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, FigureOf, str]]:
     """The columns that have a value in some row."""
-    has_swift = any(row.get("prefill") == "swiftkv" for row in rows)
-    shown = [column for column in COLUMNS if has_swift or column[0] not in PHASES]
+    has_swiftkv = any(row.get("prefill") == "swiftkv" for row in rows)
+    shown = [column for column in COLUMNS if has_swiftkv or column[0] not in PHASES]
     return [column for column in shown if any(column[1](row) is not None for row in rows)]
 
 

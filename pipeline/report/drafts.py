@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from pipeline.report.document import Drafts
 
-ROUNDS = ("drafted", "measured", "slower", "no_gain")
+ROUNDS = ("drafted", "timing_plain", "slower", "no_gain")
 SUMMED = ("rows", "output_tokens", "row_steps", "draft_s", "verify_s", *(f"{name}_rounds" for name in ROUNDS))
 COLUMNS = (*SUMMED, "drafted_at", "accepted_at")
 

@@ -56,7 +56,7 @@ BATCH_SCHEMA: Final = pa.schema(
         ("draft_s", pa.float64()),
         ("verify_s", pa.float64()),
         ("drafted_rounds", pa.int64()),
-        ("measured_rounds", pa.int64()),
+        ("timing_plain_rounds", pa.int64()),
         ("slower_rounds", pa.int64()),
         ("no_gain_rounds", pa.int64()),
         ("drafted_at", pa.list_(pa.int64())),

@@ -1,16 +1,16 @@
 """Decodes the windows of one worker, and keeps the attempt tracker and the collector informed.
 
-`WindowDecoder.answer` asks the attempt tracker how to decode a window, and then goes one of three ways:
+`WindowDecoder.answer` asks the attempt tracker how to decode a window, and then does one of three things:
 
-- Normally no row is under suspicion and no worker is idle: the window is decoded batch by batch
+- Normally no row is a suspect and no worker is idle, and the window is decoded batch by batch
   (`_answer_sharing_batches`).
 - When other workers are idle, at the end of a run, the batches that are left are offered to them in the steal queue
   (`_share`), and an idle worker decodes what others offer (`steal`). Each window is still returned by its owner, which
-  decodes again what no thief delivers in time. If the queue is lost, workers stop sharing and the run goes on.
+  decodes what no other worker delivers in time. If the queue is lost, workers stop sharing and the run goes on.
 - After the death of a worker that was decoding these rows, the tracker divides them into parts, which are decoded one
   by one until the row that kills workers is found (`_answer_part_by_part`). Quarantined rows are not decoded at all.
 
-Whatever the way, the tracker is told of rows before they are decoded and after.
+In all three cases the tracker is told of rows before and after they are decoded.
 """
 
 import threading
@@ -37,7 +37,7 @@ STEAL_TIMEOUT_S = 20.0  # how long an owner waits for stolen parts, in addition 
 
 
 class WindowDecoder:
-    """One worker's windows, parts of windows, and parts that it steals from others."""
+    """Decodes one worker's windows, and the parts that it steals from the windows of other workers."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class WindowDecoder:
         self.worker, self.model = worker, model
         self.attempts, self.collector, self.steal_queue = attempts, collector, steal_queue
         self.num_windows = 0
-        """The number of windows that this worker has begun, stolen parts excluded."""
+        """Windows that this worker has begun, stolen parts not counted."""
         self.lock = threading.Lock()
         """Held while a window, or a stolen part, is decoded."""
         if steal_queue is not None:
             steal_queue.worker_started.remote(worker)
 
     def begin_window(self, num_failed: int) -> None:
-        """A window of this worker begins; `num_failed` of its rows failed in an earlier stage."""
+        """Called when a window of this worker begins; `num_failed` of its rows failed in an earlier stage."""
         self.num_windows += 1
         if self.steal_queue is not None:
             self.steal_queue.window_begun.remote(self.worker)
@@ -107,9 +107,9 @@ class WindowDecoder:
                 try:
                     self._share(parts, answers)
                 except ray.exceptions.RayActorError:
-                    self.steal_queue = None  # if the attempt tracker is lost, the run ends with the next call to it
+                    self.steal_queue = None  # if the attempt tracker is what is lost, the next call to it ends the run
                 for part in parts:
-                    if part[0].id not in answers:  # a thief may have died of these rows: plan them as a window
+                    if part[0].id not in answers:  # the worker that stole them may have died of them
                         answers |= zip((request.id for request in part), self.answer(part), strict=True)
                 return answers
             answers |= self._decode_part(left.pop(0))
@@ -134,9 +134,9 @@ class WindowDecoder:
             return
         key, longest_s = uuid.uuid4().hex, 0.0
         ray.get(queue.share.remote(key, self.worker, parts))
-        while (mine := ray.get(queue.take.remote(key))) is not None:
+        while (index := ray.get(queue.take.remote(key))) is not None:
             started = time.monotonic()
-            answers |= self._decode_part(parts[mine])
+            answers |= self._decode_part(parts[index])
             longest_s = max(longest_s, time.monotonic() - started)
             fault_point("sharing")
         ends_at = time.monotonic() + STEAL_TIMEOUT_S + 3 * longest_s
@@ -179,7 +179,7 @@ class WindowDecoder:
         return True
 
     def _decode_part(self, requests: Sequence[Request], is_stolen: bool = False) -> dict[str, Answer]:
-        """Answers by row id; if this worker dies meanwhile, the attempt tracker knows that it had these rows."""
+        """Answers by row id. If this worker dies meanwhile, the attempt tracker knows which rows it was decoding."""
         ray.get(self.attempts.part_started.remote(self.worker, tuple(request.id for request in requests)))
         if is_stolen:
             fault_point("help")
@@ -210,7 +210,7 @@ class WindowDecoder:
         batches: Sequence[BatchRecord] = (),
         is_stolen: bool = False,
     ) -> None:
-        """Tells the collector of rows that are done since `started_at` (seconds since the epoch)."""
+        """Reports rows to the collector; `started_at` (seconds since the epoch): when the first was begun."""
         if rows or batches:
             number = 0 if is_stolen else self.num_windows
             self.collector.window_done.remote(

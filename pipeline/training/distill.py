@@ -110,7 +110,7 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
         save_model(model, staging, dtype=dtype)
         for name, content in tokenizer_files(folder).items():
             (staging / name).write_bytes(content)
-    extra = [] if model.swift is None else [p.numel() for p in model.swift.parameters()]
+    extra = [] if model.swiftkv is None else [p.numel() for p in model.swiftkv.parameters()]
     total = sum(p.numel() for p in model.parameters())
     made: SwiftKVShape = {"kv_layers": shape.kv_layers, "group_size": shape.group_size}
     return {"output": str(target), "swiftkv": made, "new_parameters": sum(extra), "parameters": total}

@@ -17,13 +17,13 @@ def check_schedules(train: TrainSection, model_config: DecoderConfig) -> tuple[D
     this model cannot run."""
     found: list[Decode] = []
     for index, decode in enumerate(train.schedules):
-        key, is_swift = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
+        key, is_swiftkv = f"train.schedules[{index}]", decode.get("prefill") == "swiftkv"
         _check_schedule(key, decode, train.horizon, model_config)
         defaults: Decode = {"method": "skipdecode", "prefill": "full"}
         found.append(defaults | {name: value for name, value in decode.items() if value is not None})
         if found[-1] in found[:-1]:  # of a shallow model two different ones may come to the same layers
             raise ConfigError(key, f"{decode} is there twice")
-        if train.trainable == "swiftkv" and not is_swift:
+        if train.trainable == "swiftkv" and not is_swiftkv:
             raise ConfigError(key, "without prefill: swiftkv it runs nothing that train.trainable=swiftkv trains")
     if model_config.swiftkv is not None and not any(decode.get("prefill") == "swiftkv" for decode in train.schedules):
         raise ConfigError("train.schedules", "none has prefill: swiftkv, which model.swiftkv is for")

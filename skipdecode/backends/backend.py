@@ -90,7 +90,7 @@ class SharedPrefix(NamedTuple):
     k: Tensor
     """[R, G, S, K], contiguous."""
     v: Tensor
-    where: Tensor
+    offsets: Tensor
     """[B] int64: where a row's prefix begins in `k`, as r G S + column, in units of K elements."""
     counts: Tensor
     """[B] int64: the length of a row's prefix; even."""

@@ -111,11 +111,11 @@ def shared_prefix_struct(shared: SharedPrefix, rows: int, like: Tensor) -> Share
         assert held.dtype == like.dtype, held.dtype
         assert held.shape == shared.k.shape, (held.shape, shared.k.shape)
         assert (held.shape[1], held.shape[3]) == (like.shape[1], like.shape[3]), (held.shape, like.shape)
-    for numbers in (shared.where, shared.counts):
+    for numbers in (shared.offsets, shared.counts):
         assert numbers.dtype == torch.int64, numbers.dtype
         assert numbers.shape == (rows,), (numbers.shape, rows)
         assert numbers.is_contiguous(), numbers.stride()
-    pointers = shared.where.data_ptr(), shared.counts.data_ptr()
+    pointers = shared.offsets.data_ptr(), shared.counts.data_ptr()
     return SharedPrefixStruct(shared.k.data_ptr(), shared.v.data_ptr(), shared.k.shape[2], *pointers)
 
 

@@ -34,8 +34,11 @@ SHARD_SUFFIXES = (".safetensors", ".bin")
 def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
     """The Hugging Face tensors that our parameter `name` consists of: (name, rows). Several if it is fused."""
     module, _, kind = name.rpartition(".")
-    if module.startswith("swift."):
-        return [(f"{config.prefix}{part}.{kind}", rows) for part, rows in swiftkv_parts(module[6:], config)]
+    if module.startswith("swiftkv."):
+        return [
+            (f"{config.prefix}{part}.{kind}", rows)
+            for part, rows in swiftkv_parts(module.removeprefix("swiftkv."), config)
+        ]
     if module == "lm_head":
         return [(f"lm_head.{kind}", config.vocab_size)]
     if module.startswith("blocks."):
@@ -114,7 +117,7 @@ def expected_tensors(model: Decoder) -> Expected:
 def adapter_of(path: str | Path, model: Decoder) -> Adapter:
     """An adapter that fits a model of that shape; ValueError blames `model.adapter`. Reads no weights."""
     parts = [part for name, part in expected_tensors(model).items() if name.endswith(".weight")]
-    own = [part for part in parts if len(part.shape) == 2 and not part.name.startswith("swift.")]
+    own = [part for part in parts if len(part.shape) == 2 and not part.name.startswith("swiftkv.")]
     linears = {part.module: part.shape for part in own if not part.name.startswith("embed_")}
     return open_adapter(path, linears, [part.module for part in own if part.name.startswith("embed_")])
 

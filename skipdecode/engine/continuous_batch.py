@@ -1,8 +1,8 @@
 """A continuous batch: rows of different ages decode in one step, and may join and leave at any step.
 
-A row's depth follows from its own decode step. Rows are ordered by age, oldest first. Since layer sets are nested over
-the steps, the rows that run a layer are the youngest ones, so layer `l` runs on a contiguous slice `h[a_l:]` of the
-batch and of its cache. A row's tokens are those that it would have alone or in a static batch.
+A row's depth follows from its own decode step. Rows are ordered by that step, the furthest first. Since layer sets are
+nested over the steps, the rows that run a layer are the last ones, so layer `l` runs on a contiguous slice `h[a_l:]` of
+the batch and of its cache. A row's tokens are those that it would have alone or in a static batch.
 
 New rows are appended; ended rows at either end are dropped at once, and those in between once there are enough of them
 to be worth moving the others. Feed-forward blocks decided per row (FFN-SkipLLM `row`) and fixed batch shapes are not

@@ -70,12 +70,12 @@ def feed_prompts(
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
     # a mask over a long prompt is larger than everything else, and a row that is fed alone needs none
-    are_alone = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.paddings is not None
+    one_by_one = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.paddings is not None
     made = []
     for at in range(0, whole, rows):
         part = slice(at, min(at + rows, whole))
-        view = cache.alone(at) if are_alone else cache.view(part.start, part.stop)
-        fed = slice(cache.paddings[at] if are_alone and cache.paddings is not None else 0, None)
+        view = cache.unpadded_row(at) if one_by_one else cache.slice_rows(part.start, part.stop)
+        fed = slice(cache.paddings[at] if one_by_one and cache.paddings is not None else 0, None)
         made.append(model(tokens[part, fed], positions[part, fed], view, plan, return_argmax=return_argmax))
     cache.length += tokens.shape[1]
     return torch.cat(made)

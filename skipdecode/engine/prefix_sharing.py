@@ -174,7 +174,7 @@ class SharedPrompts:
     def _feed_prefixes(self, plan: LayerPlan) -> None:
         """Feeds prefixes without a parent, then those whose parents are in the cache, and so on."""
         for at in self.sharing.levels:
-            level, parents = self._prefix_cache.view(at.start, at.stop), self.sharing.parents[at.start : at.stop]
+            level, parents = self._prefix_cache.slice_rows(at.start, at.stop), self.sharing.parents[at.start : at.stop]
             _copy(self._prefix_cache, parents, level)
             before = self.sharing.lengths(parents)
             self._feed(self._prefix_tokens[at.start : at.stop], level, before, plan, return_argmax=True)
@@ -195,7 +195,7 @@ class SharedPrompts:
         for at in range(0, num_rows, rows):
             part = slice(at, min(at + rows, num_rows))
             T = max(lengths[part])
-            view = cache.view(part.start, part.stop)
+            view = cache.slice_rows(part.start, part.stop)
             view.length = columns - T
             positions = torch.arange(columns - T, columns, device=self.model.device) - view.num_pad[:, None]
             if not has_all:

@@ -76,8 +76,8 @@ class LosslessStats(BatchStats):
     accepted_at: list[int] = field(default_factory=list)
     """Accepted tokens by their position in a draft: full depth generated the same tokens up to that position."""
     drafted_rounds: int = 0
-    measured_rounds: int = 0
-    """Plain steps that were timed, to compare drafts with them."""
+    timing_plain_rounds: int = 0
+    """Plain steps that were timed for the comparison with drafts."""
     slower_rounds: int = 0
     """Plain steps because drafts were found to be slower, or not yet found to be faster."""
     no_gain_rounds: int = 0

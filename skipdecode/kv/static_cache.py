@@ -5,7 +5,8 @@ a decode step costs no memory in the layers it skips. Rows are left-padded to a 
 the same column of the cache in a step: a row's position is its column minus its padding. Prompts may also be fed
 without their padding, where the back end takes them (`PromptsView`). Nothing here decides what runs.
 
-B rows, T new columns, N tokens of all prompts, S columns, H query heads, G key/value heads, K head dim, D width.
+B rows, L layers, R shared prefixes, T new columns, N tokens of all prompts, S columns, H query heads, G key/value
+heads, K head dim, D width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,19 +42,14 @@ class SharedPrefixKV:
     ) -> None:
         """`lengths` [R] int64: tokens of each prefix. `prefix_of_row` [B] int64: the prefix of each row, -1 if it has
         none."""
-        self._k, self._v, self._sharing_map, self._lengths, self._prefix_of_row = (
-            k,
-            v,
-            sharing_map,
-            lengths,
-            prefix_of_row,
-        )
+        self._k, self._v, self._sharing_map = k, v, sharing_map
+        self._lengths, self._prefix_of_row = lengths, prefix_of_row
         has_prefix = prefix_of_row >= 0
         chosen = prefix_of_row.clamp(min=0)
         self.counts = torch.where(has_prefix, lengths[chosen], 0)
         """[B] int64: tokens of each row's prefix."""
         groups, columns = k[0].shape[1:3]
-        self._where = torch.where(has_prefix, chosen * groups * columns + columns - self.counts, 0)
+        self._offsets = torch.where(has_prefix, chosen * groups * columns + columns - self.counts, 0)
 
     @property
     def memory(self) -> list[Tensor]:
@@ -61,7 +57,7 @@ class SharedPrefixKV:
         return [t[layer] for layer in set(self._sharing_map) for t in (self._k, self._v)]
 
     def columns(self, layer: int) -> SharedPrefix:
-        return SharedPrefix(self._k[layer], self._v[layer], self._where, self.counts)
+        return SharedPrefix(self._k[layer], self._v[layer], self._offsets, self.counts)
 
     def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
         """The prefixes of some of the rows, in the same memory."""
@@ -93,9 +89,10 @@ class KVCache:
         self.num_pad, self.paddings = num_pad, paddings
         self.length = 0
         self.shared: SharedPrefixKV | None = None
-        self._last: tuple[int, Tensor] | None = None  # `length`, and a [B] tensor filled with it, always the same one
+        # a [B] tensor, always the same one, and the `length` that it was last filled with
+        self._newest_columns: tuple[Tensor, int] | None = None
         self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # prepared calls of `run_fused`
-        self._elsewhere: dict[torch.device, Self] = {}
+        self._by_device: dict[torch.device, Self] = {}  # made by `on`, for devices other than that of `num_pad`
         self._parts: list[tuple[slice, Self]] = []
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
         # Without padding, attention needs no mask. `is_masked` asks for one all the same, so that the choice of a
@@ -160,13 +157,13 @@ class KVCache:
 
     def _newest(self) -> Tensor:
         """[B] int64: the column that the step writes. Filled once per step, not once per layer."""
-        if self._last is None:
+        if self._newest_columns is None:
             with torch.inference_mode(False):  # otherwise no step outside of that mode could fill it
-                self._last = (-1, torch.empty_like(self.num_pad))
-        filled, last = self._last
-        if filled != self.length:
-            self._last = (self.length, last.fill_(self.length))
-        return last
+                self._newest_columns = (torch.empty_like(self.num_pad), -1)
+        columns, filled_with = self._newest_columns
+        if filled_with != self.length:
+            self._newest_columns = (columns.fill_(self.length), self.length)
+        return columns
 
     def run_fused(
         self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
@@ -207,7 +204,7 @@ class KVCache:
             return valid
         return valid & causal_mask(num_new, total, self.num_pad.device) | diagonal(num_new, total, self.num_pad.device)
 
-    def view(self, start: int, end: int) -> Self:
+    def slice_rows(self, start: int, end: int) -> Self:
         """A cache of rows start..end-1 in the same memory, with a `length` of its own."""
         rows = slice(start, end)
         return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.sharing_map)}, rows)
@@ -217,48 +214,48 @@ class KVCache:
         once."""
         if device == self.num_pad.device:
             return self
-        if device not in self._elsewhere:
+        if device not in self._by_device:
             num_pad = self.num_pad.to(device, non_blocking=True)
             made = type(self)(
                 self.k, self.v, num_pad, self.sharing_map, is_masked=self.is_masked, paddings=self.paddings
             )
-            self._elsewhere[device] = made
-        other = self._elsewhere[device]
+            self._by_device[device] = made
+        other = self._by_device[device]
         other.length = self.length
         return other
 
     def parts(self, count: int) -> list[tuple[slice, Self]]:
-        """The rows cut into at most `count` parts, made once: which rows, and their `view`."""
+        """The rows cut into at most `count` parts, made once: which rows, and a cache of them in the same memory."""
         rows = len(self.num_pad)
         size = -(-rows // count)
         if not self._parts:
             cuts = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
-            self._parts = [(part, self.view(part.start, part.stop)) for part in cuts]
-        for _, view in self._parts:
-            view.length = self.length
+            self._parts = [(cut, self.slice_rows(cut.start, cut.stop)) for cut in cuts]
+        for _, part in self._parts:
+            part.length = self.length
         return self._parts
 
-    def alone(self, row: int) -> "KVCache":
-        """A view of one row of an empty cache from its first token on; the padding before it becomes zeros."""
+    def unpadded_row(self, row: int) -> "KVCache":
+        """One row of an empty cache in the same memory, without the row's padding, which becomes zeros."""
         assert self.length == 0, "the cache is not empty"
         assert self.paddings is not None, "the row's padding is not known on the host"
         pad, rows, own = self.paddings[row], slice(row, row + 1), {}
         for owner in set(self.sharing_map):
             memory = self.k[owner][rows], self.v[owner][rows]
-            for one in memory:
-                one[:, :, :pad] = 0
-            own[owner] = [one[:, :, pad:] for one in memory]
+            for tensor in memory:
+                tensor[:, :, :pad] = 0
+            own[owner] = [tensor[:, :, pad:] for tensor in memory]
         k, v = ([own[owner][which] for owner in self.sharing_map] for which in range(2))
         return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.sharing_map, paddings=[0])
 
-    def at(self, length: int) -> Self:
+    def with_length(self, length: int) -> Self:
         """A cache in the same memory, of which `length` columns are filled."""
-        cache = self.view(0, len(self.num_pad))
+        cache = self.slice_rows(0, len(self.num_pad))
         cache.length = length
         return cache
 
     def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
-        """A smaller cache of `rows` [R] (indices, in the new order).
+        """A smaller cache of `rows` (indices, in the new order).
 
         `runs` [L]: whether a later step runs each layer's attention; the K/V of other layers are dropped.
         """
@@ -267,11 +264,11 @@ class KVCache:
             _, heads, columns, dim = self.k[owner].shape
             shapes[owner] = (len(rows), heads, columns if owner in left else 0, dim)
         own = _memory(shapes, self.k[0].dtype, [t.device for t in self.k])
-        there = {t.device: to_device(rows, t.device) for t in self.k}
+        rows_on = {t.device: to_device(rows, t.device) for t in self.k}
         for owner in left:
             filled = slice(min(self.length, self.k[owner].shape[2]))
             for new, old in zip(own[owner], (self.k[owner], self.v[owner]), strict=True):
-                new[:, :, filled] = old[:, :, filled][there[old.device]]
+                new[:, :, filled] = old[:, :, filled][rows_on[old.device]]
         return self._with(own, rows)
 
     def storing_layers(self, runs: Sequence[bool]) -> list[int]:
@@ -297,22 +294,24 @@ def _memory(
     """Uninitialised memory for K and V, by the layer that stores them; `devices` [L]."""
     own: dict[int, tuple[Tensor, Tensor]] = {}
     for device in dict.fromkeys(devices):
-        here = [owner for owner in shapes if devices[owner] == device]
+        owners = [owner for owner in shapes if devices[owner] == device]
         memory = iter(
-            backend_on(device).allocate_buffers([shapes[owner] for owner in here for _ in "kv"], dtype, device)
+            backend_on(device).allocate_buffers([shapes[owner] for owner in owners for _ in ("k", "v")], dtype, device)
         )
-        own |= {owner: (next(memory), next(memory)) for owner in here}
+        own |= {owner: (next(memory), next(memory)) for owner in owners}
     return own
 
 
 class PaddedView(StepView):
     """T new columns after those in `cache`."""
 
-    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, *, home: KVCache | None = None) -> None:
-        """`positions` [B, T] int64, -1 for padding. `table`: the table of `rope.rotary_table`. `home`: the cache on the
-        first device, where `cache` is its copy for another one."""
+    def __init__(
+        self, cache: KVCache, positions: Tensor, table: Tensor | None, *, original: KVCache | None = None
+    ) -> None:
+        """`positions` [B, T] int64, -1 for padding. `table`: the table of `rope.rotary_table`. `original`: the cache on
+        the first device, if `cache` is its copy for another one (`KVCache.on`)."""
         self._cache, self._positions, self._table = cache, positions, table
-        self._home = home or cache
+        self._original = original or cache
         self._num_new = positions.shape[1]
         self._attend_one = cache.attend_one if self._num_new == 1 else None
         self.has_kernels = self._attend_one is not None
@@ -349,10 +348,10 @@ class PaddedView(StepView):
 
     def on(self, device: torch.device, table: Tensor | None) -> "PaddedView":
         positions = self._positions.to(device, non_blocking=True)
-        return PaddedView(self._home.on(device), positions, table, home=self._home)
+        return PaddedView(self._original.on(device), positions, table, original=self._original)
 
     def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
-        cache = self._cache.at(self._cache.length + self._num_new - 1)
+        cache = self._cache.with_length(self._cache.length + self._num_new - 1)
         return h[:, -1:].contiguous(), PaddedView(cache, self._positions[:, -1:], self._table)
 
 
@@ -413,12 +412,12 @@ class LastTokensView(StepView):
 
     def __init__(self, cache: KVCache, last_columns: Tensor, rotation: Rotation | None) -> None:
         """`last_columns` [B] int64: the columns of these tokens."""
-        self._cache, self._last, self.rotation = cache, last_columns, rotation
+        self._cache, self._last_columns, self.rotation = cache, last_columns, rotation
 
     def columns(self, layer: int) -> KVRange:
         cache = self._cache
         shared = None if cache.shared is None else cache.shared.columns(layer)
-        return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last, shared=shared)
+        return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last_columns, shared=shared)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         attend_one = self._cache.attend_one

@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         self.final_norm = make_norm(config, width) if config.has_final_norm else None
         self.lm_head = None if config.has_tied_head else nn.Linear(embed, config.vocab_size, bias=False)
         has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
-        self.swift = SwiftKV(config) if has_shared else None
+        self.swiftkv = SwiftKV(config) if has_shared else None
         self.placement: Placement | None = None
         """The device of each layer, if they are on several."""
         self.packed_head: PackedWeight | None = None
@@ -78,10 +78,10 @@ class Decoder(nn.Module):
             self.lm_head.register_parameter("weight", None)
         for linear in linears:
             linear.pack(quantization)
-        if self.swift is not None:
-            self.swift.pack(quantization, self.layers, self.rotary_table)
+        if self.swiftkv is not None:
+            self.swiftkv.pack(quantization, self.layers, self.rotary_table)
         for i, layer in enumerate(self.layers):
-            query = self.swift.query(i) if self.swift is not None and i >= self.swift.first else None
+            query = self.swiftkv.query(i) if self.swiftkv is not None and i >= self.swiftkv.first else None
             layer.fuse(self.rotary_table_on(self.device_of(i)), query)
         self.quantization = quantization
         return self
@@ -90,9 +90,9 @@ class Decoder(nn.Module):
         """A model that shares these weights and adds those of SwiftKV, initialised from them
         (`SwiftKV.copy_teacher`)."""
         other = self._with(SwiftKVConfig(kv_layers, group_size))
-        if other.swift is not None:
-            other.swift.to(dtype=self.dtype).to_empty(device=self.device)
-            other.swift.copy_teacher(self.layers)
+        if other.swiftkv is not None:
+            other.swiftkv.to(dtype=self.dtype).to_empty(device=self.device)
+            other.swiftkv.copy_teacher(self.layers)
         return other
 
     def without_swiftkv(self) -> "Decoder":
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         assert not self.is_packed, "packed weights cannot be shared"
         with torch.device("meta"):
             other = Decoder(replace(self.config, swiftkv=shape))
-        own = {name: value for name, value in self.state_dict().items() if not name.startswith("swift.")}
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("swiftkv.")}
         other.load_state_dict(own, strict=False, assign=True)
         return other.eval().requires_grad_(False)
 

@@ -1,8 +1,8 @@
 """The layer loop, for which the sublayers that run, and the rows or tokens that they run on, are data (`LayerRanges`).
 
-The loop serves static batches (a layer runs on all rows or on none), continuous batches (on the youngest rows) and
-teacher-forced passes (on the first tokens): in each, the tokens that run a layer are contiguous. Embedding and LM head
-are in `decoder`, a layer in `layer`, keys and values in `skipdecode.kv`.
+The loop serves static batches (a layer runs on all rows or on none), continuous batches (on the last rows, which are at
+the earliest steps) and teacher-forced passes (on the first tokens): the tokens that run a layer are contiguous.
+Embedding and LM head are in `decoder`, a layer in `layer`, keys and values in `skipdecode.kv`.
 
 B rows, T new tokens, D width.
 """
@@ -25,7 +25,7 @@ from skipdecode.model.swiftkv import SwiftKV
 from skipdecode.schedules.layer_ranges import ALL, LayerRanges
 
 
-class Layered(Protocol):
+class LayerStack(Protocol):
     """The part of `skipdecode.model.decoder.Decoder` that the loop uses."""
 
     @property
@@ -35,7 +35,7 @@ class Layered(Protocol):
     @property
     def layers(self) -> list[Layer]: ...
     @property
-    def swift(self) -> SwiftKV | None:
+    def swiftkv(self) -> SwiftKV | None:
         """SwiftKV's weights, in a model that has them."""
 
     def rotary_table_on(self, device: torch.device) -> Tensor | None:
@@ -43,7 +43,13 @@ class Layered(Protocol):
 
 
 def run_layers(
-    model: Layered, h: Tensor, kv: KVView, ranges: LayerRanges, *, ffns: FFNExecutor = ALL_ROWS, recompute: bool = False
+    model: LayerStack,
+    h: Tensor,
+    kv: KVView,
+    ranges: LayerRanges,
+    *,
+    ffns: FFNExecutor = ALL_ROWS,
+    recompute: bool = False,
 ) -> tuple[Tensor, KVView]:
     """Runs h [B, T, D] (or as `kv` has it) through the layers; returns the states before the LM head, and the view of
     the tokens that are left.
@@ -57,7 +63,7 @@ def run_layers(
 
 
 def run_placed(
-    model: Layered, placement: Placement, h: Tensor, kv: MovableView, ranges: LayerRanges, *, recompute: bool = False
+    model: LayerStack, placement: Placement, h: Tensor, kv: MovableView, ranges: LayerRanges, *, recompute: bool = False
 ) -> Generator[None, None, tuple[Tensor, KVView]]:
     """`run_layers` over several devices, with the pauses that `in_phases` expects. States return to the first device;
     the view is that of the last layer."""
@@ -78,7 +84,7 @@ def run_placed(
 
 
 def _run(
-    model: Layered, groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, ranges: LayerRanges, *,
+    model: LayerStack, groups: Sequence[Sequence[int]], h: Tensor, kv: KVView, ranges: LayerRanges, *,
     ffns: FFNExecutor = ALL_ROWS, recompute: bool = False,
 ) -> tuple[Tensor, KVView]:  # fmt: skip
     """Runs some groups of layers on one device, as `run_layers`."""
@@ -89,9 +95,9 @@ def _run(
         attn, ffn = ranges.attn[i], ranges.ffn[i]
         is_upper = attn is not None and ranges.swiftkv_from is not None and i >= ranges.swiftkv_from
         if is_upper and (new := ranges.entering(i, entered)) is not None:
-            assert model.swift is not None, "the plan uses SwiftKV, and the model has no SwiftKV weights"
+            assert model.swiftkv is not None, "the plan uses SwiftKV, and the model has no SwiftKV weights"
             part = h if new == ALL else h[new]
-            model.swift.write(part, kv.part(new), ranges.layers_of(new), layers)
+            model.swiftkv.write(part, kv.part(new), ranges.layers_of(new), layers)
             entered = attn
         if i == ranges.last_token_at:
             if attn is not None and not is_upper:
@@ -100,12 +106,12 @@ def _run(
         call = layer_call(recompute=recompute)
         feeds_too = ffn is not None and ffn == attn and not (ranges.deferred_ffns and ranges.deferred_ffns[i])
         if attn is not None:
-            queries = model.swift if is_upper else None
+            queries = model.swiftkv if is_upper else None
             run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, queries=queries, call=call)
-            h = _on(h, attn, ranges.axis, run)
+            h = _replace_part(h, attn, ranges.axis, run)
         if ffn is not None and not feeds_too:
-            alone = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
-            h = _on(h, ffn, ranges.axis, partial(ffns.run, i, layers[i], alone))
+            run_ffn = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
+            h = _replace_part(h, ffn, ranges.axis, partial(ffns.run, i, layers[i], run_ffn))
     return h, kv
 
 
@@ -135,7 +141,7 @@ def _run_group(
     return h
 
 
-def _on(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> Tensor:
+def _replace_part(h: Tensor, part: slice, axis: int, run: Callable[[Tensor], Tensor]) -> Tensor:
     """h with one part of it, rows or tokens by `axis`, replaced by `run` of that part."""
     if part == ALL:
         return run(h)

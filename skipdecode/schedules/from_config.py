@@ -14,7 +14,7 @@ from skipdecode.schedules.schedule import (
     FullDepth,
     Schedule,
     SkipDecode,
-    SwiftPrefill,
+    SwiftKVPrefill,
     Unified,
 )
 
@@ -58,7 +58,7 @@ def make_schedule(
     skip, (lossless, draft_tokens) = given.pop("ffn_skip", None), (given.pop(key, None) for key in LOSSLESS_KEYS)
     base = _layer_schedule(given, num_layers, max_new_tokens)
     if swiftkv_from is not None and swiftkv_from < num_layers:
-        base = SwiftPrefill(base, swiftkv_from)
+        base = SwiftKVPrefill(base, swiftkv_from)
     drafts = base if skip is None else _with_ffn_skip(base, skip)
     schedule = lossless_schedule(drafts, lossless, draft_tokens)
     if schedule is not drafts:

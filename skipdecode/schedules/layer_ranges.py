@@ -95,7 +95,7 @@ class LayerRanges:
 def ranges_by_age(
     ages: Sequence[int], attn_ends: Sequence[int], ffn_ends: Sequence[int], *, swiftkv_from: int | None = None
 ) -> LayerRanges:
-    """The ranges of a continuous batch: each sublayer runs on the youngest rows, at steps k < end (`layer_ends`).
+    """The ranges of a continuous batch: each sublayer runs on the rows at steps k < end (`layer_ends`), the last ones.
 
     `ages`: k of each row, descending.
     """

@@ -69,8 +69,13 @@ class LayerSchedule:
 class FullDepth(LayerSchedule):
     """Every layer, always."""
 
-    def step(self, k: int) -> LayerPlan:
+    @property
+    def full_plan(self) -> LayerPlan:
+        """The plan of the prompt and of every step: all layers run."""
         return self.prefill()
+
+    def step(self, k: int) -> LayerPlan:
+        return self.full_plan
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ class WrappedSchedule:
 
 
 @dataclass(frozen=True)
-class SwiftPrefill(WrappedSchedule):
+class SwiftKVPrefill(WrappedSchedule):
     """`base` on a model with SwiftKV: all prompt tokens but the last stop before layer `swiftkv_from`."""
 
     swiftkv_from: int

@@ -20,20 +20,21 @@ from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import LONGEST, SHORTEST
 
-MAX_DRAFT_TOKENS = 8  # per row and round, where the number is free
+MAX_DRAFT_TOKENS = 8  # per row and round, unless `decode.draft_tokens` gives the number
 PRIOR: Mapping[Source, float] = {LAYERS: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}  # prior acceptance rate
 SMOOTHING = 0.04  # weight of the newest draft in the moving average
 MIN_SPEEDUP = 1.02  # below it, drafts are not worth the added variance in latency
-PLAIN_ROUNDS = 4  # timed in a row; the first finds cold CPU caches and does not count
+PLAIN_ROUNDS = 4  # plain steps timed per comparison; the first runs with cold CPU caches and does not count
 DRAFTED_ROUNDS = 32  # rounds with drafts per verdict
-RECHECK_EVERY = 256  # rounds with drafts that pay, until plain steps are timed again
-FIRST_PAUSE, LONGEST_PAUSE = 128, 4096  # rounds without drafts after a verdict against them
+RECHECK_EVERY = 256  # rounds with drafts after which plain steps are timed again, while drafts pay
+FIRST_PAUSE, LONGEST_PAUSE = 128, 4096  # plain steps after a negative verdict
 LOSS_SHARE, LOSS_STEPS = 0.01, 0.5  # time a trial may lose: a share of total time, plus this many plain steps
-DECIDE_EVERY = 8  # rounds an estimate is reused
+DECIDE_EVERY = 8  # an estimate serves this many rounds
 
-Outcome = Literal["drafted", "measured", "slower", "no_gain"]
-"""What a round was: one with drafts, or a plain step because plain steps are timed for comparison, because the clock
-found drafts to be slower, or because none are expected to pay at the present acceptance."""
+Outcome = Literal["drafted", "timing_plain", "slower", "no_gain"]
+"""`drafted`: a round with drafts. The others are plain steps: `timing_plain`, to time plain steps for the comparison;
+`slower`, because drafts were measured to be slower, or not yet shown to be faster; `no_gain`, because at the present
+acceptance none are expected to pay."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Decision:
     layer_tokens: int = 0
     """Tokens to draft by skipped layers."""
     ngram_tokens: dict[int, int] = field(default_factory=dict)
-    """Tokens to draft after an n-gram that stood before, by its length."""
+    """Tokens to draft after an n-gram that has occurred before, by the length of the n-gram."""
 
     @property
     def has_drafts(self) -> bool:
@@ -55,24 +56,24 @@ class Acceptance:
     """The share of draft tokens that full depth accepts, as a moving average for each source."""
 
     def __init__(self, known: float | None = None) -> None:
-        """`known`: what a calibration measured for skipped layers."""
+        """`known`: the acceptance rate of skipped layers that a calibration measured; None: a prior."""
         self._prior = {**PRIOR} if known is None else {**PRIOR, LAYERS: known}
         self.rates = dict(self._prior)
         self._used = set[Source]()
 
     def observe(self, sources: Sequence[Source], num_accepted: int) -> None:
-        """Learns from the drafts of a row, up to the first refused one: the others were made after an error."""
+        """Learns from the draft tokens of a row up to the first rejected one; those after it continue a wrong text."""
         for i, source in enumerate(sources[: num_accepted + 1]):
             self.rates[source] += SMOOTHING * ((i < num_accepted) - self.rates[source])
             self._used.add(source)
 
     def expected_tokens(self, source: Source, num_drafts: int) -> float:
-        """Tokens that a row gets from a round with so many drafts, the verifier's own included."""
+        """Expected tokens of a row from a round with `num_drafts` drafts, including the one that verification adds."""
         rate = self.rates[source]
         return num_drafts + 1.0 if rate > 0.999 else (1 - rate ** (num_drafts + 1)) / (1 - rate)
 
     def retry(self) -> None:
-        """Forgets what it knows of sources that were not used since the last call: texts change."""
+        """Resets the rates of sources not used since the last call: the text may suit them better now."""
         self.rates |= {source: rate for source, rate in self._prior.items() if source not in self._used}
         self._used.clear()
 
@@ -91,21 +92,21 @@ class Comparison:
     """Rounds with drafts since the last pause."""
     pays: bool = False
     paused: int = 0
-    """Plain steps that are left of a pause."""
+    """Plain steps left in the current pause."""
     pause: int = FIRST_PAUSE
     """The length of the next pause."""
     pause_reason: Outcome = "slower"
 
     @property
-    def typical(self) -> float:
-        """The median time of a round with drafts. One that takes more than twice as long was disturbed by other
-        processes."""
+    def typical_time(self) -> float:
+        """The median time of a round with drafts. A round that takes more than twice as long is taken to have been
+        disturbed by other processes."""
         return median(took for _, took in self.drafted)
 
     @property
     def speedup(self) -> float:
         """Tokens per second of rounds with drafts over those of plain steps."""
-        limit = 2 * self.typical
+        limit = 2 * self.typical_time
         took = sum(min(took, limit) for _, took in self.drafted)
         return sum(tokens for tokens, _ in self.drafted) * median(self.plain) / took
 
@@ -129,7 +130,7 @@ class SpeculationController:
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         """`known_acceptance`: the acceptance of skipped layers that a calibration measured, by position in a draft.
-        `vocabulary`: None for one that learns from these batches alone."""
+        `vocabulary`: None for a new one, which learns from these batches alone."""
         self.schedule, self.latency = schedule, latency
         self.vocabulary = vocabulary or DraftVocabulary(latency.config.vocab_size)
         self.num_draft_outputs: int | None = None
@@ -140,7 +141,7 @@ class SpeculationController:
         self._spent_s = 0.0
         self._lost_s = 0.0
         """Time lost against plain steps, in seconds; disturbed rounds are clipped at 2x the median."""
-        self._estimated: tuple[int, int, Decision] | None = None  # rows, rounds that it still serves, the decision
+        self._estimated: tuple[int, int, Decision] | None = None  # rows, rounds left, the decision
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
         """Decides on the next round of `rows` rows. `k`: median decode step; `context`: mean context length."""
@@ -150,7 +151,7 @@ class SpeculationController:
         if comparison.paused:
             return Decision(comparison.pause_reason)
         if comparison.plain_left and self.latency.is_timed:
-            return Decision("measured")
+            return Decision("timing_plain")
         estimate = self._estimate(rows, k, context)
         if not estimate.has_drafts:
             self._stop(rows, "no_gain")
@@ -160,27 +161,27 @@ class SpeculationController:
         return estimate
 
     def _within(self, estimate: Decision, allowed_s: float, rounds_s: tuple[list[float], list[float]]) -> Decision:
-        """The decision with so few drafts that a round in which none is accepted loses at most `allowed_s`."""
+        """The decision, with drafts cut so that a round in which none is accepted loses at most `allowed_s`."""
         by_ngrams, by_layers = (sum(took_s - took[0] <= allowed_s for took_s in took[1:]) for took in rounds_s)
-        if self.schedule.draft_tokens:  # that number, or none
+        if self.schedule.draft_tokens:  # exactly that number, or none
             by_ngrams, by_layers = (most * (most >= self.schedule.draft_tokens) for most in (by_ngrams, by_layers))
         ngram_tokens = {length: min(n, by_ngrams) for length, n in estimate.ngram_tokens.items() if by_ngrams}
         decision = Decision("drafted", min(estimate.layer_tokens, by_layers), ngram_tokens)
         return decision if decision.has_drafts else Decision("slower")
 
     def observe(self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float) -> None:
-        """Learns from a round that was decided on, and gave all rows together `num_tokens` tokens."""
+        """Learns from a round that followed `decision` and gave all rows together `num_tokens` tokens."""
         if not self.schedule.adaptive:
             return
         comparison = self._comparison(rows)
-        took = took_s / self.latency.roofline_s(self.schedule.prefill(), rows, rows, context)
+        took = took_s / self.latency.roofline_s(self.schedule.full_plan, rows, rows, context)
         self._spent_s += took_s
         if not decision.has_drafts:
             self._observe_plain(comparison, took)
             return
         comparison.drafted.append((num_tokens / rows, took))
         if not self._has_proof(rows):
-            lost = min(took, 2 * comparison.typical) - num_tokens / rows * median(comparison.plain or [1.0])
+            lost = min(took, 2 * comparison.typical_time) - num_tokens / rows * median(comparison.plain or [1.0])
             self._lost_s = max(0.0, self._lost_s + lost * took_s / took)
         comparison.num_drafted += 1
         if comparison.num_drafted % DRAFTED_ROUNDS == 0:
@@ -220,12 +221,12 @@ class SpeculationController:
         return self._comparisons.setdefault(rows.bit_length(), Comparison())
 
     def _has_proof(self, rows: int) -> bool:
-        """True if drafts pay at a similar batch size, or for larger batches, where drafts gain less."""
+        """True if drafts pay at a similar or a larger batch size; the larger the batch, the less drafts gain."""
         size = rows.bit_length()
         return any(one.pays for other, one in self._comparisons.items() if other >= size)
 
     def _plain_s(self, rows: int, context: int) -> float:
-        predicted_s = self.latency.roofline_s(self.schedule.prefill(), rows, rows, context)
+        predicted_s = self.latency.roofline_s(self.schedule.full_plan, rows, rows, context)
         return predicted_s * median(self._comparison(rows).plain or [1.0])
 
     def _estimate(self, rows: int, k: int, context: int) -> Decision:
@@ -246,7 +247,7 @@ class SpeculationController:
         return made
 
     def speedups(self, rows: int, k: int, context: int) -> list[float]:
-        """What 0, 1, .. drafts of skipped layers are expected to gain over plain steps."""
+        """The expected speedup over plain steps of rounds with 0, 1, .. drafts by skipped layers."""
         return self._speedups(LAYERS, self._round_seconds(rows, k, context)[1])
 
     def _speedups(self, source: Source, rounds_s: Sequence[float]) -> list[float]:
@@ -254,8 +255,8 @@ class SpeculationController:
         return [expected(source, n) * rounds_s[0] / took_s for n, took_s in enumerate(rounds_s)]
 
     def _round_seconds(self, rows: int, k: int, context: int) -> tuple[list[float], list[float]]:
-        """Seconds of a round with 0, 1, .. drafts of each row: by n-grams, and by skipped layers."""
-        full, drafts, seconds = self.schedule.prefill(), self.schedule.drafts, self.latency.seconds
+        """Seconds of a round with 0, 1, .. drafts per row: by n-grams, and by skipped layers."""
+        full, drafts, seconds = self.schedule.full_plan, self.schedule.drafts, self.latency.seconds
         ngram_s = [seconds("plain", full, rows, rows, context)]
         layers_s, drafts_s = list(ngram_s), 0.0
         for n in range(1, (self.schedule.draft_tokens or MAX_DRAFT_TOKENS) + 1):

@@ -80,8 +80,8 @@ class RaggedBatch(ContinuousBatch):
     def __init__(self, model: Decoder, schedule: FullDepth, decode_text: DecodeText | None, *, is_closed: bool) -> None:
         # max_pending: the next round depends on what this one makes
         super().__init__(model, schedule, decode_text=decode_text, max_pending=0, is_closed=is_closed)
-        self._full = LayerRanges.of_plan(schedule.prefill())
-        self._depth = schedule.prefill().num_layers_run
+        self._full = LayerRanges.of_plan(schedule.full_plan)
+        self._depth = schedule.full_plan.num_layers_run
         self._device = model.device
         self._carry = CARRY_ENDED[backend_on(self._device).supports_multi_token_rows]
         self._has_cuts = False

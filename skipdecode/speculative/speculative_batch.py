@@ -96,7 +96,7 @@ class SpeculativeBatch(RaggedBatch):
         if self._has_vocabulary and self.stats.decode_steps % READ_EVERY == 0:
             self._controller.vocabulary.wrote(tokens)
         took_s = synchronized_time(self._device) - begin
-        predicted_s = self._latency.roofline_s(self._lossless.prefill(), len(running), len(running), context)
+        predicted_s = self._latency.roofline_s(self._lossless.full_plan, len(running), len(running), context)
         self._latency.observe("plain", len(running), took_s, predicted_s)
         self.stats.verify_s += took_s
         self.stats.model_decode_s += predicted_s
@@ -135,8 +135,8 @@ class SpeculativeBatch(RaggedBatch):
         return draft
 
     def _draft_by_layers(self, drafts: Sequence[Draft], context: int) -> None:
-        """Adds drafts by passes that skip layers, each of which makes one token of every row that wants one. The rows
-        that run a layer are the youngest ones, as in `ContinuousBatch`."""
+        """Adds drafts by passes that skip layers, each of which makes one token of every row that wants one. As in
+        `ContinuousBatch`, rows at earlier steps run more layers, and come last."""
         head = self._controller.vocabulary.head(self.model) if self._has_vocabulary else None
         self._controller.num_draft_outputs = None if head is None else len(head.tokens)
         begin, predicted_s, largest = synchronized_time(self._device), 0.0, 0
@@ -219,7 +219,7 @@ class SpeculativeBatch(RaggedBatch):
         if found:
             self._give_logprobs(fed, found)
         self.stats.layer_row_steps += sum(draft.layers for draft in drafts)
-        predicted_s = self._latency.roofline_s(self._lossless.prefill(), len(drafts), len(spread), context)
+        predicted_s = self._latency.roofline_s(self._lossless.full_plan, len(drafts), len(spread), context)
         self._latency.observe("verify", len(drafts), synchronized_time(self._device) - begin, predicted_s)
         self.stats.model_decode_s += predicted_s
         return num_kept

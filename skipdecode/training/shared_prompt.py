@@ -136,8 +136,8 @@ class SharedPromptForward:
         if plan.swiftkv_from is None:
             self.model.layers[first].store(h, kv, first)
         else:
-            assert self.model.swift is not None, "a plan for upper layers' K/V from one state, and a model without"
-            self.model.swift.write(h, kv, plan.attn, self.model.layers)
+            assert self.model.swiftkv is not None, "a plan for upper layers' K/V from one state, and a model without"
+            self.model.swiftkv.write(h, kv, plan.attn, self.model.layers)
         return {**kv.shared, **kv.kept}
 
     def _run_whole(self, h: Tensor, kv: "PromptView", plan: LayerPlan) -> PromptKV:

@@ -24,9 +24,9 @@ class SwiftKVLeastSquares:
 
     def __init__(self, model: Decoder) -> None:
         """`model` must have SwiftKV's weights; `solve` replaces those of keys and values."""
-        assert model.swift is not None, "a model whose layers all have their own"
+        assert model.swiftkv is not None, "a model whose layers all have their own"
         assert model.placement is None, "layers on several devices"
-        self.model, self.added = model, model.swift
+        self.model, self.added = model, model.swiftkv
         width, outputs = model.config.hidden_size, self.added.kv.weight.shape[0]
 
         def zeros(*shape: int) -> Tensor:

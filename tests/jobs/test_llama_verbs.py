@@ -170,8 +170,8 @@ def test_distill(llama: Path, pairs: Path, tmp_path: Path, call: Call) -> None:
     before, after = load_model(llama).state_dict(), load_model(output).state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert offline(output, {"method": "full"}) == offline(llama, {"method": "full"})
-    swift = offline(output, {"method": "skipdecode", "max_layers": 3, "min_layers": 2}, prefill="swiftkv")
-    assert len(swift) == len(PROMPTS)
+    swiftkv = offline(output, {"method": "skipdecode", "max_layers": 3, "min_layers": 2}, prefill="swiftkv")
+    assert len(swiftkv) == len(PROMPTS)
 
 
 @pytest.mark.slow

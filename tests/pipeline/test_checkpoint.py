@@ -185,17 +185,17 @@ def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    swift: Decoder = load_model(tiny_checkpoint).with_swiftkv(3)
-    save_model(swift, tmp_path / "swift")
-    shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "swift")
+    swiftkv: Decoder = load_model(tiny_checkpoint).with_swiftkv(3)
+    save_model(swiftkv, tmp_path / "swiftkv")
+    shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "swiftkv")
     keys: dict[str, Any] = {"decode": {"method": "full"}, "prefill": {"method": "swiftkv"}}
-    assert notes_of(tmp_path / "swift", **keys) == []
+    assert notes_of(tmp_path / "swiftkv", **keys) == []
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     adapter = write_adapter(tmp_path / "a", model, {"model.decoder.layers.0.fc1": 4}, target_modules=r".*\.0\.fc1")
-    (log,) = notes_of(tmp_path / "swift", adapter, **keys)
+    (log,) = notes_of(tmp_path / "swiftkv", adapter, **keys)
     assert "prefill.method=swiftkv" in log
     assert "without model.adapter" in log
-    first, second = notes_of(tmp_path / "swift", adapter, **keys | {"decode": {"method": "skipdecode", "speedup": 2}})
+    first, second = notes_of(tmp_path / "swiftkv", adapter, **keys | {"decode": {"method": "skipdecode", "speedup": 2}})
     assert "prefill.method=swiftkv" in first
     assert "carries no skip_decode schedule" in second
 
@@ -221,7 +221,7 @@ def test_what_cannot_run_on_several_gpus(
 ) -> None:
     source = tiny_checkpoint
     if keys.pop("swiftkv", False):
-        source = tmp_path / "swift"
+        source = tmp_path / "swiftkv"
         save_model(load_model(tiny_checkpoint).with_swiftkv(3), source)
         shutil.copy(tiny_checkpoint / "tokenizer.json", source)
     keys = {"actors": {"num_gpus": 2}} | keys

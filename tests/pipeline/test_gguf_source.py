@@ -92,7 +92,7 @@ def test_a_damaged_file_names_the_key(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_made_from_it_is_the_same_model(path: Path, tmp_path: Path) -> None:
-    target = tmp_path / "swift"
+    target = tmp_path / "swiftkv"
     init_swiftkv(
         FinetuneConfig.model_validate(
             {

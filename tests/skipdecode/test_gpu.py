@@ -26,7 +26,7 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill
 from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.schedules import SCHEDULES
@@ -294,7 +294,7 @@ def test_memory_is_flat_over_batches_of_mixed_lengths() -> None:
 
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_swiftkv_tokens_are_those_of_the_cpu(tiny_checkpoint: Path, group_size: int) -> None:
-    schedule, made = SwiftPrefill(SkipDecode(6, 5, 2, 1, 9), 3), []
+    schedule, made = SwiftKVPrefill(SkipDecode(6, 5, 2, 1, 9), 3), []
     for device in ("cpu", DEVICE):
         model = load_model(tiny_checkpoint, device=device).with_swiftkv(3, group_size)
         made.append(generate(model, make_requests(20), schedule).completions)

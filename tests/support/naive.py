@@ -45,7 +45,7 @@ def greedy(num_new: int, **keys: object) -> Sampling:
 
 
 @dataclass(frozen=True)
-class SwiftWeights:
+class SwiftKVWeights:
     """SwiftKV by its definition: K/V of layers >= `first` from the state that enters it, in groups of `size`."""
 
     tensors: dict[str, Tensor]
@@ -53,7 +53,7 @@ class SwiftWeights:
     size: int
 
     @classmethod
-    def load(cls, folder: Path) -> "SwiftWeights":
+    def load(cls, folder: Path) -> "SwiftKVWeights":
         shape = json.loads((folder / "config.json").read_text())["swiftkv"]
         return cls(load_file(folder / "model.safetensors"), shape["kv_layers"], shape["group_size"])
 
@@ -72,8 +72,8 @@ class SwiftWeights:
 class NaiveRow:
     """One row, HF's modules called by hand: no padding, no fused projections, no SDPA, keys and values in lists."""
 
-    def __init__(self, reference: OPTForCausalLM, swift: SwiftWeights | None = None) -> None:
-        self.swift = swift
+    def __init__(self, reference: OPTForCausalLM, swiftkv: SwiftKVWeights | None = None) -> None:
+        self.swiftkv = swiftkv
         self.decoder, self.lm_head = reference.model.decoder, reference.lm_head
         self.keys: list[list[Tensor]] = [[] for _ in self.decoder.layers]
         self.values: list[list[Tensor]] = [[] for _ in self.decoder.layers]
@@ -99,9 +99,9 @@ class NaiveRow:
         if d.project_in is not None:
             h = d.project_in(h)
         h = h + d.embed_positions.weight[self.position + 2]
-        upper = [i for i in layers if self.swift is not None and i >= self.swift.first]
+        upper = [i for i in layers if self.swiftkv is not None and i >= self.swiftkv.first]
         for i in layers:
-            if self.swift is not None and i == min(upper, default=-1):
+            if self.swiftkv is not None and i == min(upper, default=-1):
                 self.share(upper, h)
             if i in upper and stops:
                 break
@@ -127,22 +127,22 @@ class NaiveRow:
 
     def share(self, upper: Sequence[int], h: Tensor) -> None:
         """K and V of the layers `upper` from the state that enters the first of them."""
-        assert self.swift is not None
-        x = self.swift.norm(h)
+        assert self.swiftkv is not None
+        x = self.swiftkv.norm(h)
         for i in upper:
-            attn, leader = self.decoder.layers[i].self_attn, self.swift.leader(i)
+            attn, leader = self.decoder.layers[i].self_attn, self.swiftkv.leader(i)
             for kept, name in ((self.keys, "k"), (self.values, "v")):
-                kept[i].append(self.swift.project(leader, name, x).view(attn.num_heads, attn.head_dim))
+                kept[i].append(self.swiftkv.project(leader, name, x).view(attn.num_heads, attn.head_dim))
 
     def attend(self, i: int, x: Tensor) -> Tensor:
         attn = self.decoder.layers[i].self_attn
         heads, dim = attn.num_heads, attn.head_dim
-        if self.swift is None or i < self.swift.first:
+        if self.swiftkv is None or i < self.swiftkv.first:
             self.keys[i].append(attn.k_proj(x).view(heads, dim))
             self.values[i].append(attn.v_proj(x).view(heads, dim))
             q = attn.q_proj(x)
         else:
-            q = self.swift.project(i, "q", x)
+            q = self.swiftkv.project(i, "q", x)
         k, v = torch.stack(self.keys[i], 1), torch.stack(self.values[i], 1)  # [H, S, K]
         q = q.view(heads, 1, dim) / math.sqrt(dim)
         return attn.out_proj(((q @ k.transpose(1, 2)).softmax(-1) @ v).reshape(-1))
@@ -162,10 +162,10 @@ def naive_row(
     eos: int = 2,
     skip: FFNRule | None = None,
     skipped: Callable[[int], Set[int]] = lambda k: frozenset(),
-    swift: SwiftWeights | None = None,
+    swiftkv: SwiftKVWeights | None = None,
 ) -> tuple[list[int], int, list[float]]:
     """Tokens, feed-forward blocks that decode steps ran, cosines looked at. `skipped(k)`: blocks left out of step k."""
-    row, num_layers = NaiveRow(reference, swift), len(reference.model.decoder.layers)
+    row, num_layers = NaiveRow(reference, swiftkv), len(reference.model.decoder.layers)
     with torch.inference_mode():
         for at, token in enumerate(prompt):
             logits = row.feed(token, range(num_layers), stops=at < len(prompt) - 1)

@@ -27,8 +27,8 @@ class NaiveLlama:
         self.dim = raw.get("head_dim") or raw["hidden_size"] // self.heads
         self.turning = int(self.dim * turning_share(raw))
         self.frequencies = frequencies(raw, self.turning)
-        swift = raw["swiftkv"] if has_swiftkv else {"kv_layers": self.num_layers, "group_size": 1}
-        self.first, self.size = swift["kv_layers"], swift["group_size"]
+        swiftkv = raw["swiftkv"] if has_swiftkv else {"kv_layers": self.num_layers, "group_size": 1}
+        self.first, self.size = swiftkv["kv_layers"], swiftkv["group_size"]
         self.keys: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
         self.position = self.ffns_run = 0

@@ -25,7 +25,7 @@ from skipdecode.backends.triton_kernels import TritonKernels
 from skipdecode.engine.generate import generate
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.schedule import FullDepth, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.schedule import FullDepth, SkipDecode, SwiftKVPrefill, Unified
 from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import cpu_computed_by, random_model, some_requests
@@ -232,16 +232,16 @@ def first_kernels() -> None:
     assert problem is None, problem
 
 
-def decoder(name: str, *, num_new: int = 3, swift: bool = False, **keys: float) -> None:
+def decoder(name: str, *, num_new: int = 3, swiftkv: bool = False, **keys: float) -> None:
     """Whole models: tokens are those of torch, in float32."""
     requests = some_requests(num_new, (1, 7), **keys)
     skipping = SkipDecode(2, 2, 1, 1, num_new - 1)
-    schedule = SwiftPrefill(skipping, 1) if swift else skipping
+    schedule = SwiftKVPrefill(skipping, 1) if swiftkv else skipping
     made = []
     for backend in (TORCH, CudaBackend(TRITON)):
         with cpu_computed_by(backend):
             model = random_model(name, layers=2)
-            model = (model.with_swiftkv(1) if swift else model).pack()
+            model = (model.with_swiftkv(1) if swiftkv else model).pack()
             made.append([c.tokens for c in generate(model, requests, schedule).completions])
     assert made[0] == made[1], made
 
@@ -315,7 +315,7 @@ SLOW: dict[str, Callable[[], None]] = {
     "decoder, OPT, heads of 80": lambda: decoder("opt, heads of 80", num_new=6),
     "decoder, Llama, sampled": lambda: decoder("llama", num_new=6, temperature=1.0, top_k=30, top_p=0.9),
     "decoder, Llama, one head of keys": lambda: decoder("llama, one head of keys", num_new=6),
-    "decoder, Llama, SwiftKV": lambda: decoder("llama", num_new=6, swift=True),
+    "decoder, Llama, SwiftKV": lambda: decoder("llama", num_new=6, swiftkv=True),
     "decoder, Qwen3": lambda: decoder("qwen3", num_new=6),
     "lossless, Llama": lambda: lossless("llama"),
     "lossless, Qwen3": lambda: lossless("qwen3"),

@@ -40,12 +40,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def swift(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("swift")
+def swiftkv(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("swiftkv")
     model = load_model(tiny_checkpoint).with_swiftkv(3, 1)
     torch.manual_seed(3)
-    assert model.swift is not None
-    for parameter in model.swift.parameters():
+    assert model.swiftkv is not None
+    for parameter in model.swiftkv.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))
     save_model(model, folder)
     shutil.copy(tiny_checkpoint / "tokenizer.json", folder)
@@ -81,16 +81,16 @@ def check(scored: list[TokenLogprobs], logprobs: Tensor, tokens: list[int], num_
 
 
 @pytest.mark.parametrize("decode", DECODES.values(), ids=DECODES)
-@pytest.mark.parametrize("family", ["opt", "llama", "swift"])
+@pytest.mark.parametrize("family", ["opt", "llama", "swiftkv"])
 @pytest.mark.grid
 def test_scores_are_those_of_hugging_face(
     family: str, decode: dict[str, Any], request: pytest.FixtureRequest, tiny_checkpoint: Path
 ) -> None:
     folder = tiny_checkpoint if family == "opt" else request.getfixturevalue(family)
-    prefill = "swiftkv" if family == "swift" else "full"
+    prefill = "swiftkv" if family == "swiftkv" else "full"
     generator = Generator(GeneratorConfig(str(folder), decode, prefill, dtype="float32", device="cpu", batch_size=4))
     rows = requests(top_logprobs=3, score_prompt=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tiny_checkpoint if family == "swift" else folder).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_checkpoint if family == "swiftkv" else folder).eval()
     for row, answer in zip(rows, completed(generator, rows), strict=True):
         with torch.no_grad():
             whole = torch.tensor([row.prompt_tokens + answer.tokens])

@@ -43,9 +43,9 @@ Curve = list[tuple[int, float]]
 
 
 # what is added to a model for SwiftKV, taught by the model; and everything at once, taught by a frozen copy
-SWIFT = {"trainable": "swiftkv", "schedules": ({"method": "full", "prefill": "swiftkv"},)}
+SWIFTKV = {"trainable": "swiftkv", "schedules": ({"method": "full", "prefill": "swiftkv"},)}
 JOINT = {"trainable": "all", "schedules": (*RECIPE["schedules"], {"speedup": 2, "prefill": "swiftkv"})}
-NEVER = {"trainable": "all", "schedules": SWIFT["schedules"]}  # the upper layers' own K and V have no gradient, ever
+NEVER = {"trainable": "all", "schedules": SWIFTKV["schedules"]}  # the upper layers' own K and V have no gradient, ever
 
 
 def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = None) -> Curve:
@@ -176,12 +176,12 @@ def test_two_workers_change_nothing(alone: tuple[Path, Curve], tmp_path: Path, p
 @pytest.mark.parametrize(
     "changes",
     [
-        SWIFT | {"distill": 1.0, "hidden": 0.5},
+        SWIFTKV | {"distill": 1.0, "hidden": 0.5},
         pytest.param(JOINT | {"distill": 0.5}, marks=pytest.mark.slow),
         NEVER,
-        SWIFT | {"distill": 1.0, "fit_pairs": 40},
+        SWIFTKV | {"distill": 1.0, "fit_pairs": 40},
     ],
-    ids=["swift", "joint", "never", "fitted"],
+    ids=["swiftkv", "joint", "never", "fitted"],
 )
 def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     """Weights that some steps, or all, leave out have no gradient then, and no optimiser state."""
@@ -200,7 +200,7 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
     same = {name for name, value in start.state_dict().items() if torch.equal(best[name], value)}
     if changes["trainable"] == "swiftkv":
         assert same == set(start.state_dict()), "the model itself is frozen"
-        assert any(name.startswith("swift.") for name in best.keys() - same)
+        assert any(name.startswith("swiftkv.") for name in best.keys() - same)
     elif changes is not NEVER:
         assert not same
 
@@ -208,7 +208,7 @@ def test_distillation_on_two_workers_and_resumed_is_the_same(changes: dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [SWIFT | {"distill": 1.0, "fit_pairs": 41}, JOINT | {"distill": 0.5}, JOINT | {"distill": 0.5, "shape": QWEN3}],
+    [SWIFTKV | {"distill": 1.0, "fit_pairs": 41}, JOINT | {"distill": 0.5}, JOINT | {"distill": 0.5, "shape": QWEN3}],
     ids=["fitted", "joint", "joint, norms of keys"],
 )
 def test_swiftkv_under_fsdp(changes: dict[str, Any], tmp_path: Path) -> None:

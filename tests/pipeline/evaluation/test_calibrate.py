@@ -165,11 +165,11 @@ def test_threshold_for_a_share(loaded: Decoder) -> None:
 def test_what_was_found_under_swiftkv_is_for_swiftkv(
     verb: Verb, prompts: Path, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    save_model(load_model(tiny_checkpoint).with_swiftkv(3, 1), tmp_path / "swift")
-    shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "swift")
+    save_model(load_model(tiny_checkpoint).with_swiftkv(3, 1), tmp_path / "swiftkv")
+    shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "swiftkv")
     settings = ["skip_share=0.3", "warmup_tokens=1", "max_new_tokens=8", "prefill.method=swiftkv"]
     out = tmp_path / "calibrated"
-    code, document, err = verb("-i", prompts, "-o", out, f"model.source={tmp_path / 'swift'}", *settings)
+    code, document, err = verb("-i", prompts, "-o", out, f"model.source={tmp_path / 'swiftkv'}", *settings)
     assert code == 0, err
     assert document["prefill"] == "swiftkv"
     for method, is_told in (("full", True), ("swiftkv", False)):

@@ -115,16 +115,16 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
     assert code == 0, err
     assert (document["prompts"], document["references"]) == (6, 0)
     assert "now the loss of" not in err
-    full, swift, both = document["rows"]
+    full, swiftkv, both = document["rows"]
     assert [row["name"] for row in document["rows"]] == [
         "both full depth",
         "both full depth, SwiftKV",
         "both 2x, SwiftKV",
     ]
     assert full["speedup_prefill"] == {"measured": 1.0, "predicted": 1.0}
-    assert swift["speedup_prefill"]["predicted"] > 1
-    assert swift["agreement"]["token_match"] < 1, "full depth without SwiftKV is what it is compared with"
-    assert swift["cache_bytes_per_row"] == full["cache_bytes_per_row"] > both["cache_bytes_per_row"]
+    assert swiftkv["speedup_prefill"]["predicted"] > 1
+    assert swiftkv["agreement"]["token_match"] < 1, "full depth without SwiftKV is what it is compared with"
+    assert swiftkv["cache_bytes_per_row"] == full["cache_bytes_per_row"] > both["cache_bytes_per_row"]
     for row in document["rows"]:
         ms = row["prefill_ms_per_row"] + row["decode_ms_per_row"]
         assert row["rows_per_s"] == pytest.approx(1e3 / ms)

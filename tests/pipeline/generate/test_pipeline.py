@@ -19,7 +19,7 @@ from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.schedule import FullDepth, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, SwiftKVPrefill
 from tests.support.pipeline_runs import prompts, read, write_jsonl
 from tests.support.schedules import decodes
 from tests.support.verbs import Job
@@ -126,10 +126,10 @@ def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
 ) -> None:
     """The prompt stops half-way for every row of a job, and what scores the run knows."""
     model = loaded.with_swiftkv(3, 1)
-    assert model.swift is not None
+    assert model.swiftkv is not None
     with torch.no_grad():
-        model.swift.kv.weight += 0.4 * torch.randn(
-            model.swift.kv.weight.shape, generator=torch.Generator().manual_seed(1)
+        model.swiftkv.kv.weight += 0.4 * torch.randn(
+            model.swiftkv.kv.weight.shape, generator=torch.Generator().manual_seed(1)
         )
     save_model(model, tmp_path / "model")
     shutil.copy(tiny_checkpoint / "tokenizer.json", tmp_path / "model")
@@ -142,14 +142,14 @@ def test_swiftkv_through_the_pipeline_equals_the_decoder_row_by_row(
     assert report["prefill"] == "swiftkv"
     assert report["speedup"]["batches"] >= 2, "full depth without SwiftKV is what it is measured against"
     assert report["agreement"]["token_match"] < 1
-    tokenizer, schedule = Tokenizer(tiny_checkpoint, model.config), SwiftPrefill(FullDepth(6), 3)
+    tokenizer, schedule = Tokenizer(tiny_checkpoint, model.config), SwiftKVPrefill(FullDepth(6), 3)
     got = read(tmp_path / "run")
     for i, row in enumerate(rows):
         request = Request("", tokenizer.encode([row["prompt"]])[0], Sampling(max_new_tokens=12))
         assert got[f"in.jsonl:{i}"]["generated_tokens"] == generate(model, [request], schedule).completions[0].tokens
     state = json.loads((tmp_path / "run/run.json").read_text())
     policy = _load_policy(EvaluateConfig(generated=str(tmp_path / "run")), RunPolicy.of(state), torch.device("cpu"))
-    assert policy.schedule == SwiftPrefill(FullDepth(6), 3)
+    assert policy.schedule == SwiftKVPrefill(FullDepth(6), 3)
 
 
 @pytest.mark.slow

@@ -24,13 +24,13 @@ def record(drafted: list[int], accepted: list[int], **keys: Any) -> dict[str, An
 def test_positions_are_added_over_lists_of_any_length() -> None:
     made = totals(
         [record([4, 2], [3, 1], drafted_rounds=4), record([], [], no_gain_rounds=3, slower_rounds=2)],
-        [record([4, 4, 1], [4, 2, 0], drafted_rounds=3, measured_rounds=1)],
+        [record([4, 4, 1], [4, 2, 0], drafted_rounds=3, timing_plain_rounds=1)],
     )
     assert made.figures() == {
         "drafted": 15,
         "accepted": 10,
         "acceptance_by_position": [7 / 8, 3 / 6, 0.0],
-        "rounds": {"drafted": 7, "measured": 1, "slower": 2, "no_gain": 3},
+        "rounds": {"drafted": 7, "timing_plain": 1, "slower": 2, "no_gain": 3},
         "draft_s": 3.0,
         "verify_s": 6.0,
     }

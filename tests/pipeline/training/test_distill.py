@@ -18,7 +18,7 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
-from skipdecode.schedules.schedule import FullDepth, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, SwiftKVPrefill
 from tests.support.finetune_helpers import arguments, curve, log, validations, write_pairs
 from tests.support.tiny_models import VOCAB
 
@@ -72,7 +72,7 @@ def test_it_recovers_the_teacher_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     assert distill([*asked, "-o", str(tmp_path / "model")]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(document["best"]["validation_loss"]) == ["full swiftkv"]
-    schedule = SwiftPrefill(FullDepth(24), 12)
+    schedule = SwiftKVPrefill(FullDepth(24), 12)
     losses = [mean_loss(load_model(tmp_path / name), tokens, schedule, 64) for name in ("start", "model", "fit")]
     best = mean_loss(load_model(DEMO), tokens, FullDepth(24), 64)
     assert losses[1] - best < 0.3 * (losses[0] - best)
@@ -129,7 +129,7 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
         (["model.source=null"], "model.swiftkv: its weights are taken from a trained model's; give model.source"),
         (["train.schedules=[{method: full}]"], "train.schedules[0]: without prefill: swiftkv it runs nothing that"),
         (["train.schedules=[{method: full}]", "train.trainable=all"], "train.schedules: none has prefill: swiftkv"),
-        (["train.schedules=[{prefill: swift}]"], "train.schedules[0].prefill: 'swift' is not one of full, swiftkv"),
+        (["train.schedules=[{prefill: swiftkv}]"], "train.schedules[0].prefill: 'swiftkv' is not one of full, swiftkv"),
         (["model.teacher=/nowhere"], "model.teacher: '/nowhere' is not a folder"),
         (["train.distill=0", "model.teacher={base}"], "model.teacher: is not asked with train.distill and"),
         (["model.teacher={stranger}"], f"has {VOCAB + 8} token ids, the model {VOCAB}"),

@@ -132,9 +132,9 @@ def test_an_adapter_to_start_from_is_what_the_model_computes(
 def test_swiftkv_is_taken_from_the_model_with_its_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:
     folder = adapter_like(tiny_checkpoint, tmp_path / "adapter", {"rank": 4})
     model = {"source": str(tiny_checkpoint), "adapter": str(folder), "swiftkv": {"kv_layers": 3}}
-    tree = {"model": model, "output": {"path": str(tmp_path / "swift"), "dtype": "float32"}}
+    tree = {"model": model, "output": {"path": str(tmp_path / "swiftkv"), "dtype": "float32"}}
     init_swiftkv(build_config(FinetuneConfig, tree), print)
-    made, merged = load_model(tmp_path / "swift"), load_model(tiny_checkpoint, adapter=folder)
+    made, merged = load_model(tmp_path / "swiftkv"), load_model(tiny_checkpoint, adapter=folder)
     for name, value in merged.state_dict().items():
         assert torch.equal(made.state_dict()[name], value), name
 

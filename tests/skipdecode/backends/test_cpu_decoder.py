@@ -32,7 +32,7 @@ from skipdecode.schedules.schedule import (
     FullDepth,
     Schedule,
     SkipDecode,
-    SwiftPrefill,
+    SwiftKVPrefill,
     Unified,
     kv_sharing_map,
 )
@@ -109,7 +109,7 @@ def test_a_fixed_shape_gives_the_same_bits_at_every_place(
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_swiftkv_too(backend: str, plain: Callable[[str], Decoder], group_size: int) -> None:
     model = copy.deepcopy(plain("125m")).with_swiftkv(2, group_size)
-    schedule = SwiftPrefill(SkipDecode(6, 5, 3, 1, 9), 2)
+    schedule = SwiftKVPrefill(SkipDecode(6, 5, 3, 1, 9), 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "is_available", lambda _: False)
         wanted = tokens_of(model, [3, 9, 1, 14, 6], 11, schedule)
@@ -172,7 +172,7 @@ RUNS = [
     Run("full", FullDepth(6)),
     Run("skipdecode", SkipDecode(6, 5, 2, 1, 11)),
     Run("continuous", SkipDecode(6, 5, 2, 1, 11), is_continuous=True),
-    Run("swiftkv", SwiftPrefill(SkipDecode(6, 5, 3, 1, 11), 2)),
+    Run("swiftkv", SwiftKVPrefill(SkipDecode(6, 5, 3, 1, 11), 2)),
     Run("by row", by_rows()),
 ]
 
@@ -209,7 +209,7 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
     """Against the same weights in float32, plain: as near as layers made of their parts in that type are."""
     dtype, quantization = kind
     model = random_model(CONFIGS[family], device="cpu", dtype=torch.float32)
-    if isinstance(run.schedule, SwiftPrefill):
+    if isinstance(run.schedule, SwiftKVPrefill):
         model = model.with_swiftkv(2, 2)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3 if parameter.ndim == 1 else 0.1)
@@ -220,9 +220,9 @@ def test_layers_in_one_call_are_the_decoder_of_parts(
             if isinstance(module, Linear):
                 numbers, scales = nearest_int8(module.weight)
                 module.weight.copy_(numbers * scales)
-        if exact.swift is not None:
-            numbers, scales = nearest_int8(exact.swift.kv.weight)
-            exact.swift.kv.weight.copy_(numbers * scales)
+        if exact.swiftkv is not None:
+            numbers, scales = nearest_int8(exact.swiftkv.kv.weight)
+            exact.swiftkv.kv.weight.copy_(numbers * scales)
         numbers, scales = nearest_int8(exact.embed_tokens.weight if exact.lm_head is None else exact.lm_head.weight)
         head = (numbers * scales).float()
         monkeypatch.setattr(exact, "head", lambda h: exact.final_norm(h) @ head.T)  # type: ignore[misc]
@@ -281,8 +281,8 @@ def test_swiftkv_prompts_of_any_shape(kind: Kind, kv_layers: int, group_size: in
     model = model.to(dtype).pack(quantization)
     columns, num_pad = max(lengths), torch.tensor([max(lengths) - n for n in lengths])
     tokens, positions = torch.randint(4, 90, (2, columns)), (torch.arange(columns) - num_pad[:, None]).clamp(min=-1)
-    plan = SwiftPrefill(FullDepth(6), kv_layers).prefill()
-    sharing_map = kv_sharing_map(SwiftPrefill(FullDepth(6), kv_layers), group_size)
+    plan = SwiftKVPrefill(FullDepth(6), kv_layers).prefill()
+    sharing_map = kv_sharing_map(SwiftKVPrefill(FullDepth(6), kv_layers), group_size)
     seen = []
     for is_fused in (True, False):
         for block in model.layers:

@@ -20,7 +20,7 @@ from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.kv.slot_cache import TokensView, query_index
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftKVPrefill
 from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, some_requests
@@ -89,7 +89,7 @@ def each_of(places: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_swiftkv(group_size: int) -> None:
-    requests, schedule = some_requests(9), SwiftPrefill(SkipDecode(4, 4, 2, 1, 6), 2)
+    requests, schedule = some_requests(9), SwiftKVPrefill(SkipDecode(4, 4, 2, 1, 6), 2)
     with cpu_computed_by(TORCH):
         wanted = generate(random_model("llama").with_swiftkv(2, group_size), requests, schedule).completions
     with cpu_computed_by(BACKEND):

@@ -18,7 +18,7 @@ from skipdecode.engine.request import Request, Row
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_ranges import layer_ends
-from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill
 from tests.support.examples import examples
 from tests.support.naive import greedy, random_prompts
 from tests.support.schedules import SCHEDULES
@@ -105,10 +105,10 @@ def test_styles(checkpoint_factory: Callable[..., Path], ours: Callable[[Path], 
 def test_swiftkv(loaded: Decoder, base: Schedule, group_size: int) -> None:
     model = loaded.with_swiftkv(2, group_size)
     torch.manual_seed(3)
-    assert model.swift is not None
-    for parameter in model.swift.parameters():
+    assert model.swiftkv is not None
+    for parameter in model.swiftkv.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))  # else it would be the teacher
-    schedule = SwiftPrefill(base, 2)
+    schedule = SwiftKVPrefill(base, 2)
     pool = [Request(str(i), p, greedy(20)) for i, p in enumerate(random_prompts([3, 30, 7, 1, 12, 5], seed=2))]
     rows = run(ContinuousBatch(model, schedule), {i * 4: [request] for i, request in enumerate(pool)}, {})
     for request in pool:

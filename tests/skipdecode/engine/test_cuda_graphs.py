@@ -25,7 +25,7 @@ from skipdecode.families import config_of
 from skipdecode.kv import view
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill, Unified
 from tests.support.graphs import ROOM, Ending, FakeCaptures, L, as_cuda, make_requests, model
 from tests.support.schedules import SCHEDULES
 
@@ -113,7 +113,7 @@ def test_static_batches_alternate(model: Decoder) -> None:
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_swiftkv(tiny_checkpoint: Path, group_size: int) -> None:
     model = load_model(tiny_checkpoint).with_swiftkv(3, group_size).pack()
-    schedule, graphs = SwiftPrefill(SkipDecode(L, 5, 2, 1, 9), 3), CudaGraphs(model, ROOM)
+    schedule, graphs = SwiftKVPrefill(SkipDecode(L, 5, 2, 1, 9), 3), CudaGraphs(model, ROOM)
     requests = make_requests([5, 40, 1], 20)
     for _ in range(2):
         made = generate(model, requests, schedule, graphs=graphs)

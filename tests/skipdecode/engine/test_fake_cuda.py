@@ -23,7 +23,7 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.model import layer_loop
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.sampler import Sampler
-from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftKVPrefill
 from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -110,7 +110,7 @@ def test_torchs_operators_do_as_well() -> None:
 def test_swiftkv() -> None:
     with fake_cuda() as fake:
         model = fake_model("tinyllama-1.1b", layers=4, swiftkv=SwiftKVConfig(2))
-        kernels = decode(fake, model, SwiftPrefill(FullDepth(4), 2))
+        kernels = decode(fake, model, SwiftKVPrefill(FullDepth(4), 2))
         assert kernels[0]["attend_kernel"] == 4
 
 
@@ -188,8 +188,8 @@ def test_layers_on_several_devices(name: str, num_devices: int, monkeypatch: pyt
             assert set(fake.devices[before:]) == wanted | {CUDA}  # the choice is made on the first
             assert set(current[entered:]) == wanted
             for _, part in cache.parts(parts):  # what other devices ask of a cache is made once, and holds no other
-                assert len(part._elsewhere) == num_devices - 1
-                assert not any(other._elsewhere for other in part._elsewhere.values())
+                assert len(part._by_device) == num_devices - 1
+                assert not any(other._by_device for other in part._by_device.values())
             if k == 0:
                 keep = torch.tensor([0, 2, 5], device=CUDA)
                 newest, cache = newest[keep], cache.keep([0, 2, 5], schedule.step(k + 1).attn)

@@ -19,7 +19,7 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill, Unified
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill, Unified
 from skipdecode.speculative.generate_lossless import generate_lossless
 from tests.support.cpu_backends import KINDS, NAMES, forced
 from tests.support.graphs import cpu_as_cuda
@@ -37,7 +37,7 @@ BASES: dict[str, Schedule] = SCHEDULES | {
     "ffn row": SkipSaturated(SkipDecode(L, 5, 3, 1, 7), threshold=0.9, cold_start=1, cold_end=1, warmup_tokens=2),
     "ffn calibrated": SkipBand(FullDepth(L), layers=(2, 3), warmup_tokens=2),
 }
-SWIFT = {None: None, "swiftkv": (3, 1), "swiftkv, groups": (2, 2)}
+SWIFTKV = {None: None, "swiftkv": (3, 1), "swiftkv, groups": (2, 2)}
 MIXES = st.lists(
     st.tuples(st.integers(1, 25).map(lambda n: 2 * n), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
     min_size=1,
@@ -52,8 +52,8 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @cache
-def decoder(backend: str, family: str, swift: str | None, dtype: torch.dtype) -> Decoder:
-    return random_decoder(CONFIGS[family](), dtype, swiftkv=SWIFT[swift]).pack()
+def decoder(backend: str, family: str, swiftkv: str | None, dtype: torch.dtype) -> Decoder:
+    return random_decoder(CONFIGS[family](), dtype, swiftkv=SWIFTKV[swiftkv]).pack()
 
 
 def marks_of(mix: Sequence[tuple[int, Sequence[int]]]) -> list[list[int]]:
@@ -64,7 +64,7 @@ def marks_of(mix: Sequence[tuple[int, Sequence[int]]]) -> list[list[int]]:
     mix=MIXES,
     family=st.sampled_from(sorted(CONFIGS)),
     method=st.sampled_from(sorted(BASES)),
-    swift=st.sampled_from(list(SWIFT)),
+    swiftkv=st.sampled_from(list(SWIFTKV)),
     num_new=st.lists(st.integers(1, 8), min_size=1, max_size=3),
     temperature=st.sampled_from([0.0, 0.0, 0.9]),
     seed=st.integers(0, 2**31),
@@ -75,15 +75,15 @@ def test_tokens_are_those_without(
     mix: list[tuple[int, list[int]]],
     family: str,
     method: str,
-    swift: str | None,
+    swiftkv: str | None,
     num_new: list[int],
     temperature: float,
     seed: int,
 ) -> None:
-    swift = None if family == "opt-350m" else swift  # whose norms are behind the blocks
-    model, schedule = decoder(any_backend, family, swift, torch.float32), BASES[method]
-    if (shape := SWIFT[swift]) is not None:
-        schedule = SwiftPrefill(schedule, shape[0])
+    swiftkv = None if family == "opt-350m" else swiftkv  # whose norms are behind the blocks
+    model, schedule = decoder(any_backend, family, swiftkv, torch.float32), BASES[method]
+    if (shape := SWIFTKV[swiftkv]) is not None:
+        schedule = SwiftKVPrefill(schedule, shape[0])
     prompts = grouped_prompts(mix, seed)
     requests, sharing = requests_of(prompts, num_new, temperature), share_prefixes(prompts, marks_of(mix))
     wanted = generate(model, requests, schedule)
@@ -119,7 +119,7 @@ def test_nested_prefixes_are_run_after_their_parents() -> None:
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_nested_prefixes_change_no_token(any_backend: str, family: str) -> None:
     model, (prompts, marks) = decoder(any_backend, family, "swiftkv", torch.float32), nested()
-    for schedule in (FullDepth(L), SwiftPrefill(SkipDecode(L, 4, 2, 1, 7), 3)):
+    for schedule in (FullDepth(L), SwiftKVPrefill(SkipDecode(L, 4, 2, 1, 7), 3)):
         requests = requests_of(prompts, [6, 3])
         made = generate(model, requests, schedule, sharing=share_prefixes(prompts, marks))
         assert made.completions == generate(model, requests, schedule).completions
@@ -197,13 +197,13 @@ def test_graphs_read_copies() -> None:
     assert made.stats.prefix_tokens_saved > 0
 
 
-@pytest.mark.parametrize("swift", list(SWIFT))
+@pytest.mark.parametrize("swiftkv", list(SWIFTKV))
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_newcomers_of_a_continuous_batch_share_prefixes(any_backend: str, family: str, swift: str | None) -> None:
-    model, (prompts, marks) = decoder(any_backend, family, swift, torch.float32), nested()
+def test_newcomers_of_a_continuous_batch_share_prefixes(any_backend: str, family: str, swiftkv: str | None) -> None:
+    model, (prompts, marks) = decoder(any_backend, family, swiftkv, torch.float32), nested()
     schedule: Schedule = SkipDecode(L, 5, 2, 1, 7)
-    if (shape := SWIFT[swift]) is not None:
-        schedule = SwiftPrefill(schedule, shape[0])
+    if (shape := SWIFTKV[swiftkv]) is not None:
+        schedule = SwiftKVPrefill(schedule, shape[0])
     requests = requests_of(prompts, [6, 3, 8])
     batch = ContinuousBatch(model, schedule)
     rows = batch.join(requests[:4], share_prefixes(prompts[:4], marks[:4]))

@@ -21,7 +21,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_plan import LayerPlan
-from skipdecode.schedules.schedule import FullDepth, Schedule, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SwiftKVPrefill
 from tests.support.families import FAMILY_MODELS, L, family_config
 from tests.support.forward import feed, left_pad
 from tests.support.naive import FFNRule, greedy, requests_for, tokens_of
@@ -55,17 +55,17 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 @pytest.fixture(scope="session")
-def make_swift(make_folder: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+def make_swiftkv(make_folder: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """The same with SwiftKV's weights, which differ from the model's own."""
 
     @cache
     def make(kind: str, group_size: int) -> Path:
         model = load_model(make_folder(kind)).with_swiftkv(2, group_size)
         torch.manual_seed(3)
-        assert model.swift is not None
-        for parameter in model.swift.parameters():
+        assert model.swiftkv is not None
+        for parameter in model.swiftkv.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        folder = tmp_path_factory.mktemp("swift")
+        folder = tmp_path_factory.mktemp("swiftkv")
         save_model(model, folder)
         return folder
 
@@ -189,10 +189,10 @@ def test_skipped_blocks_on_every_schedule(make_folder: Make, mode: str, base: Sc
 
 
 @pytest.mark.parametrize("mode", ["row", "band"])
-def test_skipped_blocks_above_swiftkv(make_swift: Callable[[str, int], Path], mode: str) -> None:
-    folder = make_swift("qwen3", 2)
+def test_skipped_blocks_above_swiftkv(make_swiftkv: Callable[[str, int], Path], mode: str) -> None:
+    folder = make_swiftkv("qwen3", 2)
     make, naive = skipping(mode, folder)
-    assert_skips(folder, make(SwiftPrefill(SKIP, 2)), naive, has_swiftkv=True)
+    assert_skips(folder, make(SwiftKVPrefill(SKIP, 2)), naive, has_swiftkv=True)
 
 
 def assert_skips(folder: Path, schedule: Schedule, naive: dict[str, Any], has_swiftkv: bool = False) -> None:
@@ -207,23 +207,23 @@ def assert_skips(folder: Path, schedule: Schedule, naive: dict[str, Any], has_sw
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("kind", sorted({kind.partition(",")[0] for kind in FAMILY_MODELS}))
 @pytest.mark.grid
-def test_swiftkv_is_the_naive_decoder(make_swift: Callable[[str, int], Path], kind: str, group_size: int) -> None:
-    folder, prompts = make_swift(kind, group_size), prompts_of(LENGTHS)
+def test_swiftkv_is_the_naive_decoder(make_swiftkv: Callable[[str, int], Path], kind: str, group_size: int) -> None:
+    folder, prompts = make_swiftkv(kind, group_size), prompts_of(LENGTHS)
     for base in (FullDepth(L), SKIP):
         wanted = [naive_llama(folder, prompt, base, 20, {2}, has_swiftkv=True)[0] for prompt in prompts]
         for model in (load_model(folder), load_model(folder).pack()):
-            assert decoded(model, prompts, SwiftPrefill(base, 2)) == wanted
+            assert decoded(model, prompts, SwiftKVPrefill(base, 2)) == wanted
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), SwiftPrefill(SKIP, 2)], ids=str)
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), SwiftKVPrefill(SKIP, 2)], ids=str)
 @pytest.mark.parametrize(
     "kind", [*QUICK, *(pytest.param(k, marks=pytest.mark.slow) for k in FAMILY_MODELS if k not in QUICK)]
 )
 @pytest.mark.grid
 def test_rows_of_different_ages_and_one_forced_pass_are_decoding(
-    make_swift: Callable[[str, int], Path], kind: str, schedule: Schedule
+    make_swiftkv: Callable[[str, int], Path], kind: str, schedule: Schedule
 ) -> None:
-    folder, prompts = make_swift(kind, 2), prompts_of([5, 17, 1, 9, 3, 12])
+    folder, prompts = make_swiftkv(kind, 2), prompts_of([5, 17, 1, 9, 3, 12])
     wanted = decoded(load_model(folder), prompts, schedule)
     for model in (load_model(folder), load_model(folder).pack()):
         rows, _ = generate_continuous(model, requests_for(prompts, greedy(NEW)), schedule, max_rows=3)

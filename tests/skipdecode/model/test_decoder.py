@@ -207,7 +207,7 @@ def check_rows_alone(model: Decoder) -> None:
         tensor.fill_(torch.nan)
     with torch.inference_mode():
         for row, pad in enumerate(num_pad.tolist()):
-            made = model(tokens[row : row + 1, pad:], torch.arange(9 - pad)[None], cache.alone(row), plan)
+            made = model(tokens[row : row + 1, pad:], torch.arange(9 - pad)[None], cache.unpadded_row(row), plan)
             torch.testing.assert_close(made, wanted[row : row + 1], atol=2e-5, rtol=0)
         cache.length = 9
         newest, positions = wanted.argmax(-1)[:, None], (9 - num_pad)[:, None]

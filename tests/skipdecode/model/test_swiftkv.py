@@ -29,30 +29,30 @@ from skipdecode.families.opt import OPTConfig
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.from_config import make_schedule
-from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill
 from skipdecode.training.swiftkv_init import SwiftKVLeastSquares
-from tests.support.naive import FFNRule, SwiftWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
+from tests.support.naive import FFNRule, SwiftKVWeights, greedy, naive_row, random_prompts, requests_for, tokens_of
 from tests.support.schedules import SCHEDULES
 
 L = 6
 FULL = FullDepth(L)
 SHAPES = [(3, 1), (2, 2), (2, 4), (5, 1), (1, 1)]
 LENGTHS = [5, 1, 12, 3]
-Swift = Callable[[int, int], Path]
+MakeSwiftKV = Callable[[int, int], Path]
 
 
 @pytest.fixture(scope="module")
-def swift_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Swift:
-    """`swift_checkpoint(l, g)`: a folder whose SwiftKV weights are the teacher's, disturbed: nothing is equal."""
+def swiftkv_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeSwiftKV:
+    """`swiftkv_checkpoint(l, g)`: a folder whose SwiftKV weights are the teacher's, disturbed: nothing is equal."""
 
     def make(kv_layers: int, group_size: int) -> Path:
         model = load_model(tiny_checkpoint).with_swiftkv(kv_layers, group_size)
-        assert model.swift is not None
+        assert model.swiftkv is not None
         generator = torch.Generator().manual_seed(kv_layers)
         with torch.no_grad():
-            for parameter in model.swift.parameters():
+            for parameter in model.swiftkv.parameters():
                 parameter += 0.4 * torch.randn(parameter.shape, generator=generator)
-        folder = tmp_path_factory.mktemp("swift")
+        folder = tmp_path_factory.mktemp("swiftkv")
         save_model(model, folder)
         return folder
 
@@ -63,13 +63,13 @@ def swift_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.grid
 def test_decoding_is_the_naive_decoder(
-    swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
+    swiftkv_checkpoint: MakeSwiftKV, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
 ) -> None:  # fmt: skip
-    folder = swift_checkpoint(kv_layers, group_size)
-    model, weights, prompts = load_model(folder), SwiftWeights.load(folder), random_prompts(LENGTHS, seed=3)
-    schedule = SwiftPrefill(base, kv_layers)
-    wanted = [naive_row(hf(tiny_checkpoint), p, base, 14, swift=weights)[0] for p in prompts]
+    folder = swiftkv_checkpoint(kv_layers, group_size)
+    model, weights, prompts = load_model(folder), SwiftKVWeights.load(folder), random_prompts(LENGTHS, seed=3)
+    schedule = SwiftKVPrefill(base, kv_layers)
+    wanted = [naive_row(hf(tiny_checkpoint), p, base, 14, swiftkv=weights)[0] for p in prompts]
     result = generate(model, requests_for(prompts, greedy(14)), schedule)
     assert tokens_of(result) == wanted
     plain = generate(model, requests_for(prompts, greedy(14)), base)
@@ -85,15 +85,15 @@ def test_decoding_is_the_naive_decoder(
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.grid
 def test_all_three_methods_together(
-    swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
+    swiftkv_checkpoint: MakeSwiftKV, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path, base: Schedule,
     kv_layers: int, group_size: int,
 ) -> None:  # fmt: skip
-    folder = swift_checkpoint(kv_layers, group_size)
-    model, weights, prompts = load_model(folder), SwiftWeights.load(folder), random_prompts(LENGTHS, seed=4)
-    beneath = SwiftPrefill(base, kv_layers)
+    folder = swiftkv_checkpoint(kv_layers, group_size)
+    model, weights, prompts = load_model(folder), SwiftKVWeights.load(folder), random_prompts(LENGTHS, seed=4)
+    beneath = SwiftKVPrefill(base, kv_layers)
     for threshold in (-1.0, 0.8, 0.9):
         rule = FFNRule(threshold, 1, 1, 2)
-        wanted = [naive_row(hf(tiny_checkpoint), p, base, 12, skip=rule, swift=weights)[:2] for p in prompts]
+        wanted = [naive_row(hf(tiny_checkpoint), p, base, 12, skip=rule, swiftkv=weights)[:2] for p in prompts]
         result = generate(model, requests_for(prompts, greedy(12)), SkipSaturated(beneath, 2, 1, 1, threshold))
         assert [(c.tokens, c.ffns_run) for c in result.completions] == wanted
 
@@ -102,10 +102,10 @@ def test_all_three_methods_together(
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.grid
 def test_a_teacher_forced_pass_is_decoding(
-    swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int
+    swiftkv_checkpoint: MakeSwiftKV, base: Schedule, kv_layers: int, group_size: int
 ) -> None:
-    model, prompts = load_model(swift_checkpoint(kv_layers, group_size)), random_prompts(LENGTHS, seed=5)
-    beneath = SwiftPrefill(base, kv_layers)
+    model, prompts = load_model(swiftkv_checkpoint(kv_layers, group_size)), random_prompts(LENGTHS, seed=5)
+    beneath = SwiftKVPrefill(base, kv_layers)
     for schedule in (beneath, SkipBand(beneath, 2, (1, 3, 4)), SkipSaturated(beneath, 1, 1, 1, 0.85)):
         made = tokens_of(generate(model, requests_for(prompts, greedy(9, ignore_eos=True)), schedule))
         for pairs in (list(zip(prompts, made, strict=True)), [(prompts[2], made[2])]):
@@ -124,7 +124,7 @@ def test_teacher_weights_and_every_layer_are_plain_opt(
     """l = L has no layer above; at l = L - 1 the one above takes K/V from what it has anyway."""
     folder, prompts = checkpoint_factory(style), random_prompts(LENGTHS, seed=6)
     model = load_model(folder).with_swiftkv(kv_layers, 1)
-    assert (model.swift is None) is (kv_layers == L)
+    assert (model.swiftkv is None) is (kv_layers == L)
     schedule = make_schedule({"method": "full"}, num_layers=L, max_new_tokens=12, swiftkv_from=kv_layers)
     wanted = [naive_row(hf(folder), p, FULL, 12)[0] for p in prompts]
     assert tokens_of(generate(model, requests_for(prompts, greedy(12)), schedule)) == wanted
@@ -154,13 +154,13 @@ def test_init_is_the_teacher(tiny_checkpoint: Path, hf: Callable[[Path], OPTForC
     assert all(torch.equal(opened[name], teacher[name]) for name in teacher)
 
 
-def test_keys_and_values_are_the_direct_projection(swift_checkpoint: Swift, tiny_checkpoint: Path) -> None:
+def test_keys_and_values_are_the_direct_projection(swiftkv_checkpoint: MakeSwiftKV, tiny_checkpoint: Path) -> None:
     """Of a prompt: the state that enters layer l, normed, times each group's own matrices."""
-    folder = swift_checkpoint(2, 2)
-    model, weights = load_model(folder), SwiftWeights.load(folder)
+    folder = swiftkv_checkpoint(2, 2)
+    model, weights = load_model(folder), SwiftKVWeights.load(folder)
     prompt = random_prompts([7])[0]
     tokens, num_pad = torch.tensor([prompt]), torch.tensor([0])
-    schedule = SwiftPrefill(FULL, 2)
+    schedule = SwiftKVPrefill(FULL, 2)
     cache = allocate_cache(model, num_pad, 7, schedule, 5)
     with torch.inference_mode():
         model(tokens, torch.arange(7)[None], cache, schedule.prefill())
@@ -180,10 +180,12 @@ def test_keys_and_values_are_the_direct_projection(swift_checkpoint: Swift, tiny
 @pytest.mark.parametrize(("kv_layers", "group_size"), SHAPES)
 @pytest.mark.parametrize("base", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.grid
-def test_cache_bytes_are_exact(swift_checkpoint: Swift, base: Schedule, kv_layers: int, group_size: int) -> None:
+def test_cache_bytes_are_exact(
+    swiftkv_checkpoint: MakeSwiftKV, base: Schedule, kv_layers: int, group_size: int
+) -> None:
     """Grouped layers share memory that is allocated once; counted by the storages themselves."""
-    model = load_model(swift_checkpoint(kv_layers, group_size))
-    schedule = SwiftPrefill(base, kv_layers)
+    model = load_model(swiftkv_checkpoint(kv_layers, group_size))
+    schedule = SwiftKVPrefill(base, kv_layers)
     cache = allocate_cache(model, torch.tensor([0, 2, 1]), 9, schedule, 12)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*cache.k, *cache.v)}
     assert len(storages) == 2 * (kv_layers + (L - kv_layers) // group_size)
@@ -208,7 +210,7 @@ def test_prefill_flops_that_a_cut_saves() -> None:
             return sum(part.flops for part in plan_parts(config, schedule.prefill(), **shape)[:-1])
 
         paper = flops(full) * 24 / (24 - 10 / 12)  # its full depth runs 10/12 of the last layer for all tokens too
-        saved = 1 - flops(SwiftPrefill(full, 12)) / paper
+        saved = 1 - flops(SwiftKVPrefill(full, 12)) / paper
         assert saved == pytest.approx(share, abs=5e-4), "but for the last token, which runs every layer"
 
 
@@ -244,11 +246,11 @@ def test_a_folder_without_the_weights_is_refused(tiny_checkpoint: Path, tmp_path
 
 
 def test_rows_of_any_length(
-    swift_checkpoint: Swift, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path
+    swiftkv_checkpoint: MakeSwiftKV, hf: Callable[[Path], OPTForCausalLM], tiny_checkpoint: Path
 ) -> None:
-    folder, rng = swift_checkpoint(4, 2), random.Random(1)
-    model, weights = load_model(folder), SwiftWeights.load(folder)
-    schedule = SwiftPrefill(SkipDecode(L, 4, 2, 1, 6), 4)
+    folder, rng = swiftkv_checkpoint(4, 2), random.Random(1)
+    model, weights = load_model(folder), SwiftKVWeights.load(folder)
+    schedule = SwiftKVPrefill(SkipDecode(L, 4, 2, 1, 6), 4)
     for seed in range(6):
         prompts = random_prompts([rng.randint(1, 30) for _ in range(rng.randint(1, 7))], seed=seed)
         limits = [rng.randint(1, 12) for _ in prompts]
@@ -256,20 +258,20 @@ def test_rows_of_any_length(
             replace(r, sampling=greedy(n)) for r, n in zip(requests_for(prompts, greedy(1)), limits, strict=True)
         ]
         wanted = [
-            naive_row(hf(tiny_checkpoint), p, schedule.base, n, swift=weights)[0]
+            naive_row(hf(tiny_checkpoint), p, schedule.base, n, swiftkv=weights)[0]
             for p, n in zip(prompts, limits, strict=True)
         ]
         assert tokens_of(generate(model, requests, schedule)) == wanted
 
 
-def test_taking_it_off_leaves_the_model(swift_checkpoint: Swift, tiny_checkpoint: Path) -> None:
+def test_taking_it_off_leaves_the_model(swiftkv_checkpoint: MakeSwiftKV, tiny_checkpoint: Path) -> None:
     """What a fine-tuning without `model.swiftkv` starts from, and what another shape starts from."""
-    model, plain = load_model(swift_checkpoint(3, 1)), load_model(tiny_checkpoint)
+    model, plain = load_model(swiftkv_checkpoint(3, 1)), load_model(tiny_checkpoint)
     bare = model.without_swiftkv()
-    assert (bare.config, bare.swift) == (replace(model.config, swiftkv=None), None)
+    assert (bare.config, bare.swiftkv) == (replace(model.config, swiftkv=None), None)
     assert bare.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in bare.state_dict().items())
-    assert model.swift is not None, "the model itself keeps it"
+    assert model.swiftkv is not None, "the model itself keeps it"
     other, wanted = model.with_swiftkv(2, 2).state_dict(), plain.with_swiftkv(2, 2).state_dict()
     assert all(torch.equal(other[name], value) for name, value in wanted.items())
 
@@ -277,7 +279,7 @@ def test_taking_it_off_leaves_the_model(swift_checkpoint: Swift, tiny_checkpoint
 def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "swift"
+    out = tmp_path / "swiftkv"
     assert main(["--init-only", f"model.source={tiny_checkpoint}", "model.swiftkv.group_size=3", "-o", str(out)]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["swiftkv"] == {"kv_layers": 3, "group_size": 3}
@@ -286,7 +288,7 @@ def test_the_verb_writes_a_checkpoint_that_a_job_may_run(
     prefill = {"model": {"source": str(out)}, "prefill": {"method": "swiftkv"}, "decode": {"method": "full"}}
     assert check_model(build_config(JobConfig, prefill), print).config.swiftkv == SwiftKVConfig(3, 3)
     generator = Generator(GeneratorConfig(str(out), {"method": "full"}, prefill="swiftkv", num_threads=1))
-    assert generator.schedule(9) == SwiftPrefill(FULL, 3)
+    assert generator.schedule(9) == SwiftKVPrefill(FULL, 3)
     with pytest.raises(ConfigError, match=r"^prefill\.method: 'swiftkv' needs a checkpoint"):
         check_model(build_config(JobConfig, prefill | {"model": {"source": str(tiny_checkpoint)}}), print)
 
@@ -297,7 +299,7 @@ def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path, capsys: p
     lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in texts]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     asked = ["--init-only", f"model.source={tiny_checkpoint}", "train={fit_pairs: 1000, precision: float32}"]
-    asked += ["-o", str(tmp_path / "swift")]
+    asked += ["-o", str(tmp_path / "swiftkv")]
     bad = [*asked, f"data.path={tmp_path / 'none.jsonl'}"]
     assert main(bad) == 2
     assert main([*asked, f"data.path={tmp_path / 'pairs.jsonl'}", "output.dtype=float32"]) == 0
@@ -307,11 +309,11 @@ def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path, capsys: p
     fit = SwiftKVLeastSquares(wanted)
     fit.add(teacher_batch(encode_pairs(tokenizer, texts), 1))
     fit.solve()
-    found = load_model(tmp_path / "swift")
-    assert found.swift is not None
-    assert wanted.swift is not None
-    torch.testing.assert_close(found.swift.kv.weight, wanted.swift.kv.weight, atol=1e-4, rtol=0)
-    assert not torch.allclose(found.swift.kv.weight, model.with_swiftkv(3, 1).swift.kv.weight, atol=1e-2)  # type: ignore[union-attr]
+    found = load_model(tmp_path / "swiftkv")
+    assert found.swiftkv is not None
+    assert wanted.swiftkv is not None
+    torch.testing.assert_close(found.swiftkv.kv.weight, wanted.swiftkv.kv.weight, atol=1e-4, rtol=0)
+    assert not torch.allclose(found.swiftkv.kv.weight, model.with_swiftkv(3, 1).swiftkv.kv.weight, atol=1e-2)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -329,21 +331,23 @@ def test_the_verb_fits_to_pairs(tiny_checkpoint: Path, tmp_path: Path, capsys: p
 def test_a_bad_init_is_named_and_writes_nothing(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
-    out = tmp_path / "swift"
+    out = tmp_path / "swiftkv"
     assert main(["--init-only", f"model.source={tiny_checkpoint}", "-o", str(out), *overrides]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
 
 
 @pytest.mark.slow
-def test_the_bench_times_it(swift_checkpoint: Swift, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_times_it(
+    swiftkv_checkpoint: MakeSwiftKV, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["batch_sizes=[2]", "prompt_tokens=[40]", "new_tokens=4", "repeats=2", "dtype=float32", "threads=1"]
     small.append("schedules=[{prefill: swiftkv, method: full}]")
-    assert bench([f"source={swift_checkpoint(3, 1)}", *small]) == 0
-    full, swift = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert swift["schedule"] == "swiftkv full"
-    assert swift["speedup_prefill_predicted"] > full["speedup_prefill_predicted"] == 1.0
-    assert swift["speedup_prefill_measured"] > 0
-    assert swift["cache_mb"] == full["cache_mb"]
+    assert bench([f"source={swiftkv_checkpoint(3, 1)}", *small]) == 0
+    full, swiftkv = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert swiftkv["schedule"] == "swiftkv full"
+    assert swiftkv["speedup_prefill_predicted"] > full["speedup_prefill_predicted"] == 1.0
+    assert swiftkv["speedup_prefill_measured"] > 0
+    assert swiftkv["cache_mb"] == full["cache_mb"]
     assert bench([f"source={tiny_checkpoint}", *small]) == 2
     assert "decode.prefill: swiftkv needs a model with SwiftKV's weights" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from skipdecode.schedules.schedule import (
     EarlyExit,
     FullDepth,
     SkipDecode,
-    SwiftPrefill,
+    SwiftKVPrefill,
     Unified,
     has_no_kv_holes,
     steps_per_layer,
@@ -299,8 +299,11 @@ def test_layers_with_nothing_between_them_are_a_group() -> None:
     plan = SkipDecode(6, 4, 2, 1, 9).step(1)
     assert LayerRanges.of_plan(plan).groups == (plan.layers,)
     assert LayerRanges.of_plan(FullDepth(4).step(1), is_prompt=True).groups == ((0, 1, 2), (3,))  # then the last column
-    swift = SwiftPrefill(FullDepth(6), 3)
-    assert LayerRanges.of_plan(swift.step(1)).groups == ((0, 1, 2), (3, 4, 5))  # K and V of the upper ones come between
+    swiftkv = SwiftKVPrefill(FullDepth(6), 3)
+    assert LayerRanges.of_plan(swiftkv.step(1)).groups == (
+        (0, 1, 2),
+        (3, 4, 5),
+    )  # K and V of the upper ones come between
     apart = (False, True, False, False)  # a block of its own
     assert LayerRanges.of_plan(FullDepth(4).step(1), apart).groups == ((0,), (1,), (2, 3))
     rows = LayerRanges((ALL, slice(2, None), slice(2, None), None), (ALL, slice(2, None), None, None))

@@ -152,7 +152,7 @@ def test_plain_steps_come_first() -> None:
         decision = own.decide(1, 0, 100)
         outcomes.append(decision.outcome)
         own.observe(decision, 1, 100, 1, 1.0)
-    assert outcomes == ["measured"] * PLAIN_ROUNDS + ["drafted"]
+    assert outcomes == ["timing_plain"] * PLAIN_ROUNDS + ["drafted"]
 
 
 def test_a_fixed_number_is_kept_to() -> None:

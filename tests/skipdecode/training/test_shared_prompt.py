@@ -23,7 +23,7 @@ from skipdecode.model.teacher_forcing import (
     teacher_forced_states,
 )
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
-from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftPrefill
+from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.shared_prompt import SharedPromptForward
 from tests.support.schedules import SCHEDULES
@@ -44,16 +44,16 @@ BY_ROW: list[Schedule] = [
     SkipSaturated(SkipDecode(L, 5, 2, 1, 4), 1, 0, 0, 0.7),
     SkipSaturated(FullDepth(L), 0, 1, 1, 0.9),
 ]
-SWIFT: list[Schedule] = [SwiftPrefill(base, 2) for base in PLAIN[:2]]
+SWIFTKV: list[Schedule] = [SwiftKVPrefill(base, 2) for base in PLAIN[:2]]
 LENGTHS = {"padded": [(4, 6), (1, 9), (7, 1), (3, 3)], "even": [(5, 4), (5, 2)], "one token": [(1, 3), (1, 1)]}
 
 
-def made(kind: str, *, swift: bool = False) -> Decoder:
+def made(kind: str, *, swiftkv: bool = False) -> Decoder:
     torch.manual_seed(3)
     model = Decoder(CONFIGS[kind])
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
-    return (model.with_swiftkv(2, 2) if swift else model).double().requires_grad_(True)
+    return (model.with_swiftkv(2, 2) if swiftkv else model).double().requires_grad_(True)
 
 
 def batch_of(lengths: str) -> TeacherBatch:
@@ -69,8 +69,8 @@ def batch_of(lengths: str) -> TeacherBatch:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_blocks_that_rows_decide_on(kind: str, lengths: str) -> None:
-    model, batch = made(kind, swift=True), batch_of(lengths)
-    schedules = [*BY_ROW, *(SwiftPrefill(base, 2) for base in BY_ROW)]
+    model, batch = made(kind, swiftkv=True), batch_of(lengths)
+    schedules = [*BY_ROW, *(SwiftKVPrefill(base, 2) for base in BY_ROW)]
     found = SharedPromptForward(model, batch).states([*schedules, FullDepth(L)])
     for schedule, states in zip(schedules, found, strict=False):
         wanted = teacher_forced_states(model, batch, schedule)[batch.targets != IGNORE]
@@ -84,9 +84,9 @@ def test_blocks_that_rows_decide_on(kind: str, lengths: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.grid
 def test_states_and_gradients_are_those_of_a_pass_for_each(kind: str, lengths: str, recompute: bool) -> None:
-    has_swift = kind != "opt" or lengths == "padded"
-    model, batch = made(kind, swift=has_swift), batch_of(lengths)
-    schedules = [*PLAIN, *SWIFT] if has_swift else PLAIN
+    has_swiftkv = kind != "opt" or lengths == "padded"
+    model, batch = made(kind, swiftkv=has_swiftkv), batch_of(lengths)
+    schedules = [*PLAIN, *SWIFTKV] if has_swiftkv else PLAIN
     kept = batch.targets != IGNORE
 
     def gradients(states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -107,11 +107,11 @@ def test_states_and_gradients_are_those_of_a_pass_for_each(kind: str, lengths: s
 
 
 def test_prompts_are_run_once_for_all_that_run_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ran = made("llama", swift=True), []
+    model, ran = made("llama", swiftkv=True), []
     whole = SharedPromptForward._run_prompts
     monkeypatch.setattr(SharedPromptForward, "_run_prompts", lambda self, *of: ran.append(of) or whole(self, *of))
     branches = SharedPromptForward(model, batch_of("padded"))
-    for schedule in (*PLAIN, *SWIFT):
+    for schedule in (*PLAIN, *SWIFTKV):
         branches.states([schedule])
     with torch.no_grad():
         branches.states([FullDepth(L)])

@@ -70,18 +70,18 @@ def test_it_is_numpys_solution(
     pairs = make_pairs()
     x, kv = seen(hf(tiny_checkpoint), "self_attn_layer_norm", "model.decoder.layers", pairs)
     y = np.concatenate([np.mean(kv[at : at + group_size], axis=0) for at in range(0, len(kv), group_size)], axis=1)
-    swift = fitted(tiny_checkpoint, pairs, group_size, rows).swift
-    assert swift is not None
+    swiftkv = fitted(tiny_checkpoint, pairs, group_size, rows).swiftkv
+    assert swiftkv is not None
     weight = least_squares(x - x.mean(0), y - y.mean(0))  # with a bias: the means are its own
-    assert swift.kv.weight.T.numpy() == pytest.approx(weight, abs=2e-4)
-    assert swift.kv.bias.numpy() == pytest.approx(y.mean(0) - x.mean(0) @ weight, abs=2e-4)
-    copied = load_model(tiny_checkpoint).with_swiftkv(FIRST, group_size).swift
+    assert swiftkv.kv.weight.T.numpy() == pytest.approx(weight, abs=2e-4)
+    assert swiftkv.kv.bias.numpy() == pytest.approx(y.mean(0) - x.mean(0) @ weight, abs=2e-4)
+    copied = load_model(tiny_checkpoint).with_swiftkv(FIRST, group_size).swiftkv
     assert copied is not None
 
     def error(weight: torch.Tensor, bias: torch.Tensor) -> float:
         return float(np.square(x @ weight.T.double().numpy() + bias.double().numpy() - y).sum())
 
-    assert error(swift.kv.weight, swift.kv.bias) < 0.9 * error(copied.kv.weight, copied.kv.bias)
+    assert error(swiftkv.kv.weight, swiftkv.kv.bias) < 0.9 * error(copied.kv.weight, copied.kv.bias)
 
 
 def test_keys_with_norms_and_no_bias(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_keys_with_norms_and_no_bias(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     pairs = make_pairs()
     x, kv = seen(reference, "input_layernorm", "model.layers", pairs)
-    swift = fitted(tmp_path, pairs, group_size=3).swift
-    assert swift is not None
-    assert swift.kv.bias is None
-    assert swift.kv.weight.T.numpy() == pytest.approx(least_squares(x, np.mean(kv, axis=0)), abs=2e-4)
+    swiftkv = fitted(tmp_path, pairs, group_size=3).swiftkv
+    assert swiftkv is not None
+    assert swiftkv.kv.bias is None
+    assert swiftkv.kv.weight.T.numpy() == pytest.approx(least_squares(x, np.mean(kv, axis=0)), abs=2e-4)
