@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from actors.batching.buckets import Batch
+from actors.batching.buckets import PlannedBatch
 from actors.batching.full_depth_sample import FullDepthSample, agreement, figures, predicted
 from actors.batching.prompt_scoring import is_scored_alone, score_alone, with_scores
 from actors.batching.shared_prefixes import NOMINAL_CEILINGS, PrefillCosts, prefixes_in
@@ -172,7 +172,7 @@ class Generator:
         result.answers = [answers[row] for row in range(len(requests))]
         return result
 
-    def decode_batches(self, requests: Sequence[Request]) -> list[tuple[Batch, BatchResult]]:
+    def decode_batches(self, requests: Sequence[Request]) -> list[tuple[PlannedBatch, BatchResult]]:
         """Decodes a window to measure it: its batches and their results. Errors are raised, and no batch is split.
 
         Scoring prompts counts as prefill.
@@ -185,7 +185,7 @@ class Generator:
             found.append((batch, result))
         return found
 
-    def cut(self, requests: Sequence[Request]) -> list[Batch]:
+    def cut(self, requests: Sequence[Request]) -> list[PlannedBatch]:
         """The batches that a window is decoded in."""
         return self.cutter.cut(requests)
 
@@ -244,7 +244,7 @@ class Generator:
 
     def _decode_or_split(
         self,
-        batch: Batch,
+        batch: PlannedBatch,
         requests: Sequence[Request],
         schedule: Schedule,
         records: list[dict[str, Any]],
@@ -276,7 +276,7 @@ class Generator:
 
     def _decode_and_record(
         self,
-        batch: Batch,
+        batch: PlannedBatch,
         chosen: Sequence[Request],
         schedule: Schedule,
         records: list[dict[str, Any]],
@@ -315,7 +315,9 @@ class Generator:
         self._sample = self._sample.after(chosen[0].id, counts_as_sample=counts_as_sample, is_pair=full is not None)
         return completions
 
-    def _run_at_full_depth(self, batch: Batch, chosen: Sequence[Request]) -> tuple[BatchResult | None, str | None]:
+    def _run_at_full_depth(
+        self, batch: PlannedBatch, chosen: Sequence[Request]
+    ) -> tuple[BatchResult | None, str | None]:
         """The result, or the error: no row may fail because of a measurement."""
         try:
             return self._run(batch, chosen, self.full), None
@@ -324,7 +326,7 @@ class Generator:
                 raise
             return None, f"{type(error).__name__}: {error}"[:2000]
 
-    def _run(self, batch: Batch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+    def _run(self, batch: PlannedBatch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
         if is_scored_alone(chosen[0]):
             return score_alone(self.model, chosen, together=not self.config.deterministic)
         sharing = prefixes_in(batch, [request.prompt_tokens for request in chosen])

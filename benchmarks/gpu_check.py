@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.attention import check_attention
-from benchmarks.gpu.bench import Bench, Check, Wrong
+from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed
 from benchmarks.gpu.decoding_checks import check_batches, check_captures, check_larger, check_speed, check_tokens
-from benchmarks.gpu.machine import check_device, check_kernels, nvidia_smi
+from benchmarks.gpu.machine_checks import check_device, check_kernels, nvidia_smi
 from benchmarks.gpu.overlap import check_overlap
 from benchmarks.gpu.replays import check_replays
 from benchmarks.gpu.subprocess_checks import check_job, check_lane, check_sanitizer
@@ -47,7 +47,7 @@ Document = dict[str, object]
 
 
 def run_checks(
-    bench: Bench,
+    context: CheckContext,
     checks: dict[str, Check],
     log: Callable[[str], None],
     save: Callable[[Document], None] = lambda _: None,
@@ -61,11 +61,11 @@ def run_checks(
     for name, check in checks.items():
         start = time.perf_counter()
         try:
-            document[name] = found = check(bench)
+            document[name] = found = check(context)
         except Exception as error:  # any error is a failed check
-            sentence = str(error.args[0]) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+            sentence = str(error.args[0]) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
             document["wrong"] = f"{name}: {sentence}"
-            document[name] = error.args[1] if isinstance(error, Wrong) and len(error.args) > 1 else None
+            document[name] = error.args[1] if isinstance(error, CheckFailed) and len(error.args) > 1 else None
             log(f"WRONG: {document['wrong']}")
             break
         finally:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document |= {"seconds": found["seconds"], "checks": checks}
         file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
-    found = run_checks(Bench(device, released(arguments.shape), larger), wanted, log, save)
+    found = run_checks(CheckContext(device, released(arguments.shape), larger), wanted, log, save)
     log(f"written: {file}")
     print(json.dumps({"wrong": found["wrong"], "written": str(file)}))
     return 0 if found["wrong"] is None else 1

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from actors.batching.buckets import Batch, cut_batches
+from actors.batching.buckets import PlannedBatch, cut_batches
 from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefixes
 from actors.generator import GeneratorConfig
 from actors.measuring.bench import random_model
@@ -85,7 +85,7 @@ class Worker:
         self.full = FullDepth(model.config.num_hidden_layers)
         self.sizes = {"itemsize": model.dtype.itemsize, "weight_itemsize": model.weight_itemsize}
 
-    def cut(self, requests: list[Request], *, shares: bool) -> list[Batch]:
+    def cut(self, requests: list[Request], *, shares: bool) -> list[PlannedBatch]:
         prompts = [request.prompt_tokens for request in requests]
         if shares:
             costs = PrefillCosts.of(self.model.config, self.full, self.ceilings, **self.sizes)

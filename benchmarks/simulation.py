@@ -43,7 +43,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SimulatedBatch:
     number: int
     seconds: float
     """At speed 1."""
@@ -61,13 +61,13 @@ class Worker:
     """Since when it has had nothing to do."""
     next_at: float
     """When something happens to it: its batch ends, it dies, it is ready again."""
-    window: list[Batch] = field(default_factory=list)
+    window: list[SimulatedBatch] = field(default_factory=list)
     """Until it is written."""
-    left: list[Batch] = field(default_factory=list)
+    left: list[SimulatedBatch] = field(default_factory=list)
     """Of the window, what nobody has begun, the shortest first: they are taken from the end."""
     done: dict[int, float] = field(default_factory=dict)
     """Of the window, batch -> seconds that it took."""
-    in_hand: Batch | None = None
+    in_hand: SimulatedBatch | None = None
     began_at: float = 0.0
     is_idle: bool = False
 
@@ -180,7 +180,7 @@ class Simulation:
         """Gives the worker a window; when it can begin."""
         worker, plan = self.workers[number], self.plan
         for _ in range(self.windows.pop()):
-            worker.window.append(Batch(self.num_batches, self.rng.choice(self.batches), number))
+            worker.window.append(SimulatedBatch(self.num_batches, self.rng.choice(self.batches), number))
             self.num_batches += 1
         worker.left = sorted(worker.window, key=lambda batch: batch.seconds)  # what takes longest is begun first
         self.needed_s += sum(batch.seconds for batch in worker.window)
@@ -190,7 +190,7 @@ class Simulation:
         self.waited_s += begins_at - now - plan.write_s
         return begins_at
 
-    def _end(self, number: int, batch: Batch, now: float) -> None:
+    def _end(self, number: int, batch: SimulatedBatch, now: float) -> None:
         worker, owner = self.workers[number], self.workers[batch.owner]
         took = now - worker.began_at
         worker.in_hand, worker.free_at = None, now
@@ -205,7 +205,7 @@ class Simulation:
             owner.window, owner.done = [], {}
             self._wake(batch.owner, now)
 
-    def _die(self, number: int, batch: Batch, now: float) -> None:
+    def _die(self, number: int, batch: SimulatedBatch, now: float) -> None:
         """Its window is decoded again from the start; a batch of another's goes back."""
         plan, worker, owner = self.plan, self.workers[number], self.workers[batch.owner]
         worker.in_hand = None

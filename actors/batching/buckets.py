@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Batch:
+class PlannedBatch:
+    """Rows of a window that are to be decoded together."""
+
     rows: tuple[int, ...]
     """Indices into the window."""
     bucket: int
@@ -15,9 +17,9 @@ class Batch:
     prefix_lengths: tuple[tuple[int, ...], ...] = ()
     """Per row, the lengths of the (nested) prefixes that it shares with others; empty if nothing is shared."""
 
-    def part(self, which: slice) -> "Batch":
+    def part(self, which: slice) -> "PlannedBatch":
         """The batch of some of the rows."""
-        return Batch(self.rows[which], self.bucket, self.prefix_lengths[which])
+        return PlannedBatch(self.rows[which], self.bucket, self.prefix_lengths[which])
 
 
 def bucket_of(length: int, buckets: Sequence[int]) -> int:
@@ -33,7 +35,7 @@ def cut_batches(
     groups: Sequence[Hashable],
     buckets: Sequence[int],
     batch_size: Callable[[int], int],
-) -> list[Batch]:
+) -> list[PlannedBatch]:
     """Partitions range(len(lengths)) into batches of one group and one bucket, with at most `batch_size(bucket)` rows.
 
     The rows of a bucket are spread evenly over its batches, so that no tiny batch follows full ones.
@@ -46,5 +48,5 @@ def cut_batches(
         rows.sort(key=lambda row: lengths[row])
         count = -(-len(rows) // batch_size(bucket))
         edges = [len(rows) * i // count for i in range(count + 1)]
-        batches += [Batch(tuple(rows[a:b]), bucket) for a, b in itertools.pairwise(edges)]
+        batches += [PlannedBatch(tuple(rows[a:b]), bucket) for a, b in itertools.pairwise(edges)]
     return batches

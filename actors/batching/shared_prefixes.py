@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from actors.batching.buckets import Batch, bucket_of, cut_batches
+from actors.batching.buckets import PlannedBatch, bucket_of, cut_batches
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.prefix_sharing import PREFIX_STEP, PrefixSharing, share_prefixes
@@ -101,7 +101,7 @@ def cut_by_prefix(
     prefixes: Sequence[Prefixes],
     buckets: Sequence[int],
     batch_size: Callable[[int, Sequence[int]], int],
-) -> list[Batch]:
+) -> list[PlannedBatch]:
     """`cut_batches` for rows of one schedule, with buckets by the length of what follows the shared prefixes.
 
     Rows that share all their prefixes stay in one batch if batches of about equal size are still possible. `batch_size`
@@ -121,7 +121,7 @@ def cut_by_prefix(
         bounds = [at for at in range(1, len(rows)) if groups[rows[at]] != groups[rows[at - 1]]]
         for a, b in itertools.pairwise(_edges(len(rows), bounds, batch_size(bucket, rows))):
             ends = tuple(prefixes[row].ends for row in rows[a:b])
-            batches.append(Batch(tuple(rows[a:b]), bucket, ends if any(ends) else ()))
+            batches.append(PlannedBatch(tuple(rows[a:b]), bucket, ends if any(ends) else ()))
     return batches
 
 
@@ -145,7 +145,7 @@ def cut_with_shared_prefixes(
     batch_size: Callable[..., int],
     *,
     copies: bool,
-) -> list[Batch] | None:
+) -> list[PlannedBatch] | None:
     """Batches of rows with one schedule that share prefixes; None if these would save too little time.
 
     `batch_size` is given the bucket and, unless every row has a copy of its prefixes in memory (`copies`), the
@@ -182,6 +182,6 @@ def shared_prefixes_of(prompts: Sequence[Sequence[int]], costs: PrefillCosts, nu
     return sharing
 
 
-def prefixes_in(batch: Batch, prompts: Sequence[Sequence[int]]) -> PrefixSharing | None:
+def prefixes_in(batch: PlannedBatch, prompts: Sequence[Sequence[int]]) -> PrefixSharing | None:
     """The shared prefixes of a batch, as its `prefix_lengths` say; None if there are none."""
     return share_prefixes(prompts, batch.prefix_lengths) if batch.prefix_lengths else None

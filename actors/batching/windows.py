@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from actors.batching.buckets import Batch, cut_batches
+from actors.batching.buckets import PlannedBatch, cut_batches
 from actors.batching.prompt_scoring import is_scored_alone
 from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefixes, prefixes_in, shared_prefixes_of
 from skipdecode.cost.roofline import SharedPrefixShape
@@ -31,7 +31,7 @@ class WindowCutter:
     """True if the kernels need a copy of a shared prefix in the cache of every row."""
     prefill_costs: Callable[[Schedule], PrefillCosts]
 
-    def cut(self, requests: Sequence[Request]) -> list[Batch]:
+    def cut(self, requests: Sequence[Request]) -> list[PlannedBatch]:
         """The batches of a window. Cutting the rows of one batch again yields the same batch."""
         scored = [row for row, request in enumerate(requests) if is_scored_alone(request)]
         lengths = [len(requests[row].prompt_tokens) for row in scored]
@@ -47,7 +47,9 @@ class WindowCutter:
             batches += _in_window(found, rows)
         return batches
 
-    def _cut_group(self, prompts: Sequence[Sequence[int]], schedule: Schedule, max_new_tokens: int) -> list[Batch]:
+    def _cut_group(
+        self, prompts: Sequence[Sequence[int]], schedule: Schedule, max_new_tokens: int
+    ) -> list[PlannedBatch]:
         """Batches of rows with one schedule."""
         size = partial(self.batch_size, max_new_tokens=max_new_tokens)
         if self.shares_prefixes:
@@ -66,7 +68,7 @@ class WindowCutter:
         return shared_prefixes_of(prompts, self.prefill_costs(schedule), num_steps)
 
     def shared_prefix_shape(
-        self, batch: Batch, requests: Sequence[Request], schedule: Schedule
+        self, batch: PlannedBatch, requests: Sequence[Request], schedule: Schedule
     ) -> SharedPrefixShape | None:
         """What the rows of a batch share, for the cost model."""
         prompts = [request.prompt_tokens for request in requests]
@@ -77,6 +79,6 @@ class WindowCutter:
         return self.copies_prefixes or isinstance(schedule, Lossless)
 
 
-def _in_window(batches: Sequence[Batch], rows: Sequence[int]) -> list[Batch]:
+def _in_window(batches: Sequence[PlannedBatch], rows: Sequence[int]) -> list[PlannedBatch]:
     """The batches, with indices into `rows` replaced by indices into the window."""
     return [replace(batch, rows=tuple(rows[at] for at in batch.rows)) for batch in batches]

@@ -51,8 +51,8 @@ class Ticket:
         return self.row is not None and not self.row.is_running
 
 
-class Batch(Protocol):
-    """Rows that decode together."""
+class ScheduledBatch(Protocol):
+    """Rows that decode together, of which the scheduler steps one batch at a time."""
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -89,7 +89,7 @@ class Scheduler(ABC):
 
     @property
     @abstractmethod
-    def running(self) -> Sequence[Batch]: ...
+    def running(self) -> Sequence[ScheduledBatch]: ...
 
     @abstractmethod
     def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
@@ -100,7 +100,7 @@ class Scheduler(ABC):
         """Runs their prompts, and samples their first tokens."""
 
     @abstractmethod
-    def next(self) -> Batch | None:
+    def next(self) -> ScheduledBatch | None:
         """The batch that steps next."""
 
     @abstractmethod

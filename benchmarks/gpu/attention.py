@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.bench import Bench, Found, Wrong
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found
 from skipdecode.backends.backend import KVRange
 from skipdecode.backends.device import backend_on
 from skipdecode.kv.view import attention
@@ -65,27 +65,27 @@ class Case:
         return attend(self.q, None, None, KVRange(self.k, self.v, first, first + self.k.shape[2] - 1))
 
 
-def query(bench: Bench, columns: int) -> Case:
+def query(context: CheckContext, columns: int) -> Case:
     """Attention of one query per row with a mask [B, 1, 1, S], as in a decode step."""
-    rows = min(bench.rows)
-    return Case(*_tensors(bench, rows, 1, columns), _mask(bench, rows, 1, columns))
+    rows = min(context.rows)
+    return Case(*_tensors(context, rows, 1, columns), _mask(context, rows, 1, columns))
 
 
-def prompt(bench: Bench, columns: int, *, is_masked: bool) -> Case:
+def prompt(context: CheckContext, columns: int, *, is_masked: bool) -> Case:
     """Attention of prompts, with a mask [B, 1, T, T] as for padded ones, or without."""
-    rows = min(PROMPT_ROWS, *bench.rows)
-    mask = _mask(bench, rows, columns, columns).tril() if is_masked else None
-    return Case(*_tensors(bench, rows, columns, columns), mask)
+    rows = min(PROMPT_ROWS, *context.rows)
+    mask = _mask(context, rows, columns, columns).tril() if is_masked else None
+    return Case(*_tensors(context, rows, columns, columns), mask)
 
 
-def prompt_of_groups(bench: Bench, columns: int) -> Case:
+def prompt_of_groups(context: CheckContext, columns: int) -> Case:
     """As `prompt` with a mask, for models where four query heads or more share a KV head."""
-    case = prompt(bench, columns, is_masked=True)
+    case = prompt(context, columns, is_masked=True)
     heads = max(1, min(case.k.shape[1], case.q.shape[1] // GROUP))
     return Case(case.q, case.k[:, :heads], case.v[:, :heads], case.mask)
 
 
-CASES: dict[str, Callable[[Bench, int], Case]] = {
+CASES: dict[str, Callable[[CheckContext, int], Case]] = {
     "query behind a mask": query,
     "prompt behind a mask": partial(prompt, is_masked=True),
     "prompt of groups behind a mask": prompt_of_groups,
@@ -94,18 +94,18 @@ CASES: dict[str, Callable[[Bench, int], Case]] = {
 
 
 @torch.inference_mode()
-def check_attention(bench: Bench) -> Found:
+def check_attention(context: CheckContext) -> Found:
     """Checks that our kernel reads about as fast as torch's best back end, and that new shapes need no planning or
     compiling."""
     found: dict[str, dict[str, Found]] = {}
     for name, make in CASES.items():
         ways: dict[str, AbstractContextManager[None]] = {CHOICE: nullcontext()}
         ways |= {backend: sdpa_kernel(which) for backend, which in BACKENDS.items()}
-        found[name] = {way: _by_torch(bench, make, context) for way, context in ways.items()}
-    found["query behind a mask"][OURS] = _timed(bench, query, Case.by_us)
-    if sentence := judged(found) or (kept_scores(found) if bench.device.type == "cuda" else None):
-        raise Wrong(sentence, {"cases": found})
-    return {"read_bytes_per_s": bench.ceilings.bytes_per_s, "cases": found}
+        found[name] = {way: _by_torch(context, make, backend) for way, backend in ways.items()}
+    found["query behind a mask"][OURS] = _timed(context, query, Case.by_us)
+    if sentence := judged(found) or (kept_scores(found) if context.device.type == "cuda" else None):
+        raise CheckFailed(sentence, {"cases": found})
+    return {"read_bytes_per_s": context.ceilings.bytes_per_s, "cases": found}
 
 
 def judged(found: dict[str, dict[str, Found]]) -> str | None:
@@ -133,47 +133,49 @@ def kept_scores(found: dict[str, dict[str, Found]]) -> str | None:
     return None
 
 
-def _by_torch(bench: Bench, make: Callable[[Bench, int], Case], context: AbstractContextManager[None]) -> Found:
+def _by_torch(
+    context: CheckContext, make: Callable[[CheckContext, int], Case], backend: AbstractContextManager[None]
+) -> Found:
     """The times, or `refused` with torch's warning where the back end does not take the shape."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with context:
-                return _timed(bench, make, Case.by_torch)
+            with backend:
+                return _timed(context, make, Case.by_torch)
         except RuntimeError as error:
             why = [str(one.message).splitlines()[0] for one in caught] or str(error).splitlines()[:1]
             return {"refused": "; ".join(why)[:300]}
 
 
-def _timed(bench: Bench, make: Callable[[Bench, int], Case], run: Callable[[Case], Tensor]) -> Found:
-    case = make(bench, bench.context)
+def _timed(context: CheckContext, make: Callable[[CheckContext, int], Case], run: Callable[[Case], Tensor]) -> Found:
+    case = make(context, context.context_tokens)
     run(case)
     new_s = []
     for more in (16, 48, 80):  # as caches grow
-        other = make(bench, bench.context + more)
-        new_s.append(_seconds(bench, partial(run, other), 1))
-    seconds = median(_seconds(bench, partial(run, case), REPEATS) for _ in range(3))
+        other = make(context, context.context_tokens + more)
+        new_s.append(_seconds(context, partial(run, other), 1))
+    seconds = median(_seconds(context, partial(run, case), REPEATS) for _ in range(3))
     return {"ms": 1e3 * seconds, "bytes_per_s": case.nbytes / seconds, "new_shape_s": median(new_s)}
 
 
-def _seconds(bench: Bench, run: Work, repeats: int) -> float:
-    bench.wait()
+def _seconds(context: CheckContext, run: Work, repeats: int) -> float:
+    context.wait()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    bench.wait()
+    context.wait()
     return (time.perf_counter() - start) / repeats
 
 
-def _tensors(bench: Bench, rows: int, queries: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    config = bench.config
+def _tensors(context: CheckContext, rows: int, queries: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    config = context.config
     heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
     q, k, v = (
-        torch.randn(rows, count, width, config.head_dim, device=bench.device, dtype=torch.bfloat16)
+        torch.randn(rows, count, width, config.head_dim, device=context.device, dtype=torch.bfloat16)
         for count, width in zip(heads, (queries, columns, columns), strict=True)
     )
     return q, k, v
 
 
-def _mask(bench: Bench, rows: int, queries: int, columns: int) -> Tensor:
-    return torch.ones(rows, 1, queries, columns, dtype=torch.bool, device=bench.device)
+def _mask(context: CheckContext, rows: int, queries: int, columns: int) -> Tensor:
+    return torch.ones(rows, 1, queries, columns, dtype=torch.bool, device=context.device)

@@ -11,7 +11,7 @@ import torch
 
 from actors.measuring.bench import random_model
 from actors.memory import DeviceMemory
-from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.predict import num_weights
@@ -32,19 +32,19 @@ SMALL = {
 }  # fmt: skip
 
 
-def check_tokens(bench: Bench) -> Found:
+def check_tokens(context: CheckContext) -> Found:
     """float32 tokens of a small model are those of a CPU, greedy and sampled, with graphs and without."""
     config = config_of(SMALL)
     torch.backends.cuda.matmul.allow_tf32 = False
     here = random_model(config, device="cpu", dtype=torch.float32)
-    requests = bench.requests([1, 9, 40, 200, 130], 24, config.vocab_size)
+    requests = context.requests([1, 9, 40, 200, 130], 24, config.vocab_size)
     drawn = [replace(one, sampling=replace(one.sampling, temperature=0.8, top_p=0.95)) for one in requests]
     schedule = make_schedule(
         {"method": "skipdecode", "max_layers": 3, "min_layers": 2}, num_layers=4, max_new_tokens=24
     )
     kinds = {"greedy": requests, "sampled": drawn}
     wanted = {kind: generate(here, rows, schedule).completions for kind, rows in kinds.items()}
-    there = here.to(bench.device).pack()
+    there = here.to(context.device).pack()
     for kind, rows in kinds.items():
         graphs = CudaGraphs(there, 64 << 20, max_rows=8)
         made = {
@@ -58,19 +58,21 @@ def check_tokens(bench: Bench) -> Found:
             wrong = [str(row) for row, (made_one, wanted_one) in pairs if made_one.tokens != wanted_one.tokens]
             if wrong:
                 rows_named = ", ".join(wrong)
-                raise Wrong(f"{how}, {kind}: tokens of rows {rows_named} of a small float32 model are not a CPU's")
+                raise CheckFailed(
+                    f"{how}, {kind}: tokens of rows {rows_named} of a small float32 model are not a CPU's"
+                )
     return {"rows": len(requests), "tokens": sum(len(c.tokens) for one in wanted.values() for c in one)}
 
 
-def check_captures(bench: Bench) -> Found:
+def check_captures(context: CheckContext) -> Found:
     """Checks that every graph (plans x batch sizes) is captured before the first batch."""
     start = time.perf_counter()
-    bench.model = random_model(bench.config, device=str(bench.device), dtype=torch.bfloat16).pack()
+    context.model = random_model(context.config, device=str(context.device), dtype=torch.bfloat16).pack()
     made_s = time.perf_counter() - start
-    room = bench.cache_bytes or DeviceMemory.of(bench.device).for_caches(MEMORY_SHARE)
+    room = context.cache_bytes or DeviceMemory.of(context.device).for_caches(MEMORY_SHARE)
     start = time.perf_counter()
-    bench.graphs = graphs = CudaGraphs(bench.model, room, max_rows=max(bench.rows))
-    plans, outside = plans_of(bench.schedules().values(), bench.new_tokens), _outside_torch(bench.device)
+    context.graphs = graphs = CudaGraphs(context.model, room, max_rows=max(context.rows))
+    plans, outside = plans_of(context.schedules().values(), context.new_tokens), _outside_torch(context.device)
     graphs.capture_all(plans)
     _refuse_failed(graphs)
     expected = min(len(plans) * len(graphs.rungs), MAX_GRAPHS)
@@ -81,97 +83,104 @@ def check_captures(bench: Bench) -> Found:
         "rungs": len(graphs.rungs),
         "graphs": graphs.num_graphs,
         "graph_bytes": graphs.graph_bytes,
-        "driver_bytes": _outside_torch(bench.device) - outside,  # what the driver keeps of graphs, and other processes
+        "driver_bytes": _outside_torch(context.device)
+        - outside,  # what the driver keeps of graphs, and other processes
         "cache_bytes": graphs.nbytes,
     }
     if graphs.num_graphs != expected:
         of = f"{len(plans)} plans at {len(graphs.rungs)} numbers of rows"
-        raise Wrong(f"{graphs.num_graphs} graphs were captured, and {of} are {expected}: {graphs.describe()}", found)
+        raise CheckFailed(
+            f"{graphs.num_graphs} graphs were captured, and {of} are {expected}: {graphs.describe()}", found
+        )
     return found
 
 
-def check_batches(bench: Bench) -> Found:
+def check_batches(context: CheckContext) -> Found:
     """Checks that ten batches of mixed lengths capture nothing more and that memory does not grow."""
     rng, times, reserved = random.Random(1), [], []
-    captured, most = bench.graphs.num_captured, bench.prompt_tokens
+    captured, most = context.graphs.num_captured, context.prompt_tokens
     for number in range(10):
-        lengths = [rng.randint(1, most) for _ in range(rng.randint(1, max(bench.rows)))]
+        lengths = [rng.randint(1, most) for _ in range(rng.randint(1, max(context.rows)))]
         if number == 0:  # the largest of all, whose memory serves the others; one row is padded, so there is a mask
-            lengths = [1, *[most] * (max(bench.rows) - 1)]
+            lengths = [1, *[most] * (max(context.rows) - 1)]
         start = time.perf_counter()
-        for schedule in bench.schedules().values():
-            num_new = bench.new_tokens if number == 0 else rng.randint(2, bench.new_tokens)
-            generate(bench.model, bench.requests(lengths, num_new), schedule, graphs=bench.graphs)
+        for schedule in context.schedules().values():
+            num_new = context.new_tokens if number == 0 else rng.randint(2, context.new_tokens)
+            generate(context.model, context.requests(lengths, num_new), schedule, graphs=context.graphs)
         times.append(time.perf_counter() - start)
-        reserved.append(reserved_bytes(bench.device))
-    late = bench.graphs.num_captured - captured
+        reserved.append(reserved_bytes(context.device))
+    late = context.graphs.num_captured - captured
     if late:
-        raise Wrong(f"{late} graphs were captured within ten batches; all of them belong to loading")
+        raise CheckFailed(f"{late} graphs were captured within ten batches; all of them belong to loading")
     if (growth := max(reserved) - max(reserved[:FIRST_BATCHES])) > MAX_GROWTH:
-        raise Wrong(f"torch reserved {growth} bytes more over ten batches; something is kept")
-    if bench.graphs.pool.free_bytes != bench.graphs.nbytes:
-        raise Wrong("caches of batches that have ended are still held")
+        raise CheckFailed(f"torch reserved {growth} bytes more over ten batches; something is kept")
+    if context.graphs.pool.free_bytes != context.graphs.nbytes:
+        raise CheckFailed("caches of batches that have ended are still held")
     return {"seconds": times, "reserved_bytes": reserved}
 
 
-def check_speed(bench: Bench) -> Found:
+def check_speed(context: CheckContext) -> Found:
     """Measures a step against the roofline of this device, and the speedup against its prediction."""
-    rows = [row for size in bench.rows for row in _timed(bench, size)]
-    found: Found = {"bytes_per_s": bench.ceilings.bytes_per_s, "flops_per_s": bench.ceilings.flops_per_s, "rows": rows}
+    rows = [row for size in context.rows for row in _timed(context, size)]
+    found: Found = {
+        "bytes_per_s": context.ceilings.bytes_per_s,
+        "flops_per_s": context.ceilings.flops_per_s,
+        "rows": rows,
+    }
     slow = [
         f"{row['schedule']} at {row['rows']} rows reaches {row['fraction_of_roofline']:.0%} of the roofline"
         for row in rows
-        if bench.device.type == "cuda" and row["fraction_of_roofline"] < MIN_FRACTION
+        if context.device.type == "cuda" and row["fraction_of_roofline"] < MIN_FRACTION
     ]
     if slow:
-        raise Wrong(
+        raise CheckFailed(
             "; ".join(slow) + f"; less than {MIN_FRACTION:.0%} is a kernel that does not do what it should", found
         )
     return found
 
 
-def check_larger(bench: Bench) -> Found:
+def check_larger(context: CheckContext) -> Found:
     """Repeats captures and times with the larger model if it fits the device."""
-    bench.release()
-    if bench.larger is None:
+    context.release()
+    if context.larger is None:
         return not_run("no larger shape is asked for")
-    room = bench.cache_bytes or DeviceMemory.of(bench.device).for_caches(MEMORY_SHARE)
-    rows = rows_that_fit(bench.larger, bench, room)
+    room = context.cache_bytes or DeviceMemory.of(context.device).for_caches(MEMORY_SHARE)
+    rows = rows_that_fit(context.larger, context, room)
     if not rows:
-        return not_run(f"{room} bytes hold neither its weights nor {min(bench.rows)} rows beside them")
-    other = copy(bench)
-    other.config, other.rows = bench.larger, rows
+        return not_run(f"{room} bytes hold neither its weights nor {min(context.rows)} rows beside them")
+    other = copy(context)
+    other.config, other.rows = context.larger, rows
     found: Found = {"rows_that_fit": rows, "captures": check_captures(other)}
     try:
         return found | check_speed(other)
-    except Wrong as wrong:
-        raise Wrong(wrong.args[0], found | wrong.args[1]) from wrong
+    except CheckFailed as wrong:
+        raise CheckFailed(wrong.args[0], found | wrong.args[1]) from wrong
     finally:
         other.release()
 
 
-def rows_that_fit(config: DecoderConfig, bench: Bench, room: int) -> tuple[int, ...]:
+def rows_that_fit(config: DecoderConfig, context: CheckContext, room: int) -> tuple[int, ...]:
     """The batch sizes whose keys and values fit beside the weights at full depth."""
     full, left = FullDepth(config.num_hidden_layers), room - ITEMSIZE * num_weights(config)
     per_row = cache_bytes_per_row(
-        config, full, prompt_columns=bench.prompt_tokens, num_new=bench.new_tokens, itemsize=ITEMSIZE
+        config, full, prompt_columns=context.prompt_tokens, num_new=context.new_tokens, itemsize=ITEMSIZE
     )
-    return tuple(rows for rows in bench.rows if rows * per_row <= left)
+    return tuple(rows for rows in context.rows if rows * per_row <= left)
 
 
-def _timed(bench: Bench, size: int) -> list[dict[str, Any]]:
+def _timed(context: CheckContext, size: int) -> list[dict[str, Any]]:
     """Times full depth and skipping with `size` rows; medians of three runs."""
-    requests = bench.requests([bench.prompt_tokens] * size, bench.new_tokens)
+    requests = context.requests([context.prompt_tokens] * size, context.new_tokens)
     rows: list[dict[str, Any]] = []
     full_s = (0.0, 0.0)
-    for name, schedule in bench.schedules().items():
-        runs = [generate(bench.model, requests, schedule, graphs=bench.graphs).stats for _ in range(3)]
+    for name, schedule in context.schedules().items():
+        runs = [generate(context.model, requests, schedule, graphs=context.graphs).stats for _ in range(3)]
         measured, steps = median(stats.decode_s for stats in runs), runs[0].decode_steps
         predicted = predict_s(
-            bench.config,
+            context.config,
             schedule,
-            bench.ceilings,
-            BatchShape(bench.prompt_tokens, runs[0].batch_rows),
+            context.ceilings,
+            BatchShape(context.prompt_tokens, runs[0].batch_rows),
             itemsize=ITEMSIZE,
             in_graphs=True,
         )[1]
@@ -199,4 +208,4 @@ def _outside_torch(device: torch.device) -> int:
 
 def _refuse_failed(graphs: CudaGraphs) -> None:
     if graphs.failure is not None:
-        raise Wrong(f"a decode step cannot be captured: {graphs.failure}")
+        raise CheckFailed(f"a decode step cannot be captured: {graphs.failure}")

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from actors.measuring.bench import random_model
-from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
 from skipdecode.engine.prefill import allocate_cache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import Placement, deal
@@ -36,21 +36,21 @@ class OnePart(Placement):
 
 
 @torch.inference_mode()
-def check_overlap(bench: Bench) -> Found:
+def check_overlap(context: CheckContext) -> Found:
     """Checks that two GPUs work at the same time."""
-    bench.release()
-    devices = visible(bench.device)
+    context.release()
+    devices = visible(context.device)
     if len(devices) < COUNT:
         return not_run(f"{len(devices)} GPU is visible, and layers on several take {COUNT}")
-    model = placed(bench, devices)
-    plan, rows = FullDepth(bench.layers).prefill(), min(bench.rows)
+    model = placed(context, devices)
+    plan, rows = FullDepth(context.layers).prefill(), min(context.rows)
     found: Found = {"rows_of_a_part": rows, "devices": [str(device) for device in devices]}
     seconds: dict[str, tuple[float, float]] = {}
     for name, parts in (("one part", 1), ("two parts", COUNT)):
         kind = OnePart if parts == 1 else Placement
         assert model.placement is not None
         model.placement = kind(model.placement.devices, model.placement.of_layer)
-        seconds[name] = timed_passes(bench, model, plan, parts * rows, devices)
+        seconds[name] = timed_passes(context, model, plan, parts * rows, devices)
     prompts, steps = zip(seconds["one part"], seconds["two parts"], strict=True)
     found |= {
         "prompts_s": prompts,
@@ -59,9 +59,9 @@ def check_overlap(bench: Bench) -> Found:
         "step_ratio": steps[1] / steps[0],
     }
     del model
-    bench.release()
+    context.release()
     if sentence := overlap_problem(*prompts):
-        raise Wrong(sentence, found)
+        raise CheckFailed(sentence, found)
     return found
 
 
@@ -81,24 +81,24 @@ def visible(device: torch.device) -> list[torch.device]:
     return [torch.device("cuda", number) for number in range(min(found, COUNT))]
 
 
-def placed(bench: Bench, devices: Sequence[torch.device]) -> Decoder:
+def placed(context: CheckContext, devices: Sequence[torch.device]) -> Decoder:
     """A model with random weights whose layers are on several devices; built on the first, which can hold all of it."""
-    model = random_model(bench.config, device=str(devices[0]), dtype=torch.bfloat16)
-    model.placement = deal(bench.layers, devices)
+    model = random_model(context.config, device=str(devices[0]), dtype=torch.bfloat16)
+    model.placement = deal(context.layers, devices)
     for layer, device in zip(model.layers, model.placement.of_layers, strict=True):
         layer.to(device)
     return model.pack()
 
 
 def timed_passes(
-    bench: Bench, model: Decoder, plan: LayerPlan, rows: int, devices: Sequence[torch.device]
+    context: CheckContext, model: Decoder, plan: LayerPlan, rows: int, devices: Sequence[torch.device]
 ) -> tuple[float, float]:
     """Median seconds of prefill and of a decode step with `rows` rows."""
-    columns, device = bench.prompt_tokens, model.device
+    columns, device = context.prompt_tokens, model.device
     pads = torch.zeros(rows, dtype=torch.int64, device=device)
     tokens = torch.full((rows, columns), 4, dtype=torch.int64, device=device)
     positions = torch.arange(columns, device=device).expand(rows, columns)
-    cache = allocate_cache(model, pads, columns, FullDepth(bench.layers), 2, paddings=[0] * rows)
+    cache = allocate_cache(model, pads, columns, FullDepth(context.layers), 2, paddings=[0] * rows)
 
     def prompts() -> None:
         cache.length = 0

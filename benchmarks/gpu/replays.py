@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
 from skipdecode.engine.cuda_graphs import plans_of
 from skipdecode.schedules.layer_plan import LayerPlan
 
@@ -49,19 +49,19 @@ class Kernel:
 
 
 @torch.inference_mode()
-def check_replays(bench: Bench) -> Found:
+def check_replays(context: CheckContext) -> Found:
     """Checks that a layer has no more kernels than promised; reports the gaps between kernels and their shares."""
-    plans = plans_of(bench.schedules().values(), bench.new_tokens)
+    plans = plans_of(context.schedules().values(), context.new_tokens)
     deep, shallow = plans[0], plans[-1]
     found: list[Found] = []
-    for rows in bench.rows:
-        traces = [kernels_in(_traced(_replaying(bench, plan, rows))) for plan in (deep, shallow)]
+    for rows in context.rows:
+        traces = [kernels_in(_traced(_replaying(context, plan, rows))) for plan in (deep, shallow)]
         if not all(traces):
             return not_run("the profiler saw no kernel of the device; CUPTI may need rights that are not given here")
         each = per_layer(traces[0], traces[1], deep.num_layers_run - shallow.num_layers_run)
         found.append({"rows": rows, "layers": deep.num_layers_run, "a_layer": each} | described(traces[0]))
-        if sentence := too_many(each, PROMISED[bench.config.mlp]):
-            raise Wrong(f"at {rows} rows {sentence}", {"replays": found})
+        if sentence := too_many(each, PROMISED[context.config.mlp]):
+            raise CheckFailed(f"at {rows} rows {sentence}", {"replays": found})
     return {"replays": found}
 
 
@@ -121,22 +121,22 @@ def shares(kernels: Sequence[Kernel]) -> dict[str, float]:
     return {kind: time / sum(times.values()) for kind, time in times.most_common()}
 
 
-def _replaying(bench: Bench, plan: LayerPlan, rows: int) -> Callable[[], None]:
+def _replaying(context: CheckContext, plan: LayerPlan, rows: int) -> Callable[[], None]:
     """Replays steps of `plan` over uninitialised keys and values, on which the time does not depend."""
-    graphs, layers = bench.graphs, bench.layers
-    pads = torch.zeros(rows, dtype=torch.int64, device=bench.device)
-    columns = bench.prompt_tokens + REPLAYS + 1
+    graphs, layers = context.graphs, context.layers
+    pads = torch.zeros(rows, dtype=torch.int64, device=context.device)
+    columns = context.prompt_tokens + REPLAYS + 1
     cache = graphs.allocate(pads, [columns] * layers, range(layers), is_masked=True)
-    cache.length = bench.prompt_tokens
+    cache.length = context.prompt_tokens
     newest = graphs(pads, cache, plan, return_argmax=True)  # brings the batch's tables to their place
 
     def work() -> None:
         token = newest
         for _ in range(REPLAYS):
             token = graphs(token, cache, plan, return_argmax=True)
-        bench.wait()
+        context.wait()
 
-    bench.wait()
+    context.wait()
     return work
 
 

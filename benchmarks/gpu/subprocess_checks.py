@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu.bench import Bench, Found, Wrong, not_run
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
 
 ROOT = Path(__file__).parents[2]
 LANE = ("tests/skipdecode/test_gpu.py", "tests/skipdecode/backends/test_gpu_kernels.py")
@@ -29,7 +29,7 @@ JOB_NEEDS = ("ray", "pyarrow", "pydantic", "yaml")
 JOB_ROWS = 256
 
 
-def check_lane(bench: Bench) -> Found:
+def check_lane(context: CheckContext) -> Found:
     """Checks that the tests marked `gpu` pass, and that some of them run."""
     if why := missing(LANE_NEEDS) or absent(LANE):
         return not_run(why)
@@ -39,13 +39,17 @@ def check_lane(bench: Bench) -> Found:
     counts, failed = parse_lane(done.stdout)
     found: Found = {"counts": counts, "failed": failed, "seconds": time.perf_counter() - start}
     if done.returncode:
-        raise Wrong(f"the gpu tests end with {done.returncode}: {failed[0] if failed else last_line(done)}", found)
+        raise CheckFailed(
+            f"the gpu tests end with {done.returncode}: {failed[0] if failed else last_line(done)}", found
+        )
     if not counts.get("passed"):
-        raise Wrong("no test of the gpu lane ran, though there is a device; the reasons are in `pytest -m gpu`", found)
+        raise CheckFailed(
+            "no test of the gpu lane ran, though there is a device; the reasons are in `pytest -m gpu`", found
+        )
     return found
 
 
-def check_sanitizer(bench: Bench) -> Found:
+def check_sanitizer(context: CheckContext) -> Found:
     """compute-sanitizer finds no access outside its memory in the kernels of our own."""
     program = find_sanitizer(os.environ)
     if program is None:
@@ -57,22 +61,24 @@ def check_sanitizer(bench: Bench) -> Found:
     command += ["--report-api-errors", "no", "--target-processes", "application-only"]
     # each tensor a piece of memory of its own: within torch's larger ones the tool would see no step over an edge
     done = finished(
-        [*command, sys.executable, "-m", "benchmarks.gpu.own_kernels"],
+        [*command, sys.executable, "-m", "benchmarks.gpu.run_every_kernel"],
         SANITIZER_S,
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
     errors, first = parse_sanitizer(done.stdout)
     found: Found = {"program": program, "errors": errors, "first": first}
     if errors:
-        raise Wrong(f"compute-sanitizer counts {errors} errors in our kernels: {first or 'of an unknown kind'}", found)
+        raise CheckFailed(
+            f"compute-sanitizer counts {errors} errors in our kernels: {first or 'of an unknown kind'}", found
+        )
     if errors is None or done.returncode:
-        raise Wrong(f"our kernels did not run to their end under compute-sanitizer: {last_line(done)}", found)
+        raise CheckFailed(f"our kernels did not run to their end under compute-sanitizer: {last_line(done)}", found)
     return found
 
 
-def check_job(bench: Bench) -> Found:
+def check_job(context: CheckContext) -> Found:
     """`jobs.generate` on Ray: every row comes back, decoded on the device by our kernels."""
-    bench.release()
+    context.release()
     if why := missing(JOB_NEEDS) or absent(("models/opt-e2e", "configs/demo.yaml")):
         return not_run(why)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
@@ -83,11 +89,11 @@ def check_job(bench: Bench) -> Found:
         command += ["-i", str(prompts), "-o", str(run), "actors.num_actors=1", "actors.num_gpus=1"]
         done = finished(command, JOB_S, {"RAY_USAGE_STATS_ENABLED": "0"})
         if done.returncode:
-            raise Wrong(f"the job ends with {done.returncode}: {last_line(done)}")
+            raise CheckFailed(f"the job ends with {done.returncode}: {last_line(done)}")
         report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     found: Found = {key: report.get(key) for key in ("books", "actors", "speedup", "output_throughput", "duration_s")}
     if sentence := job_problem(report, JOB_ROWS):
-        raise Wrong(sentence, found)
+        raise CheckFailed(sentence, found)
     return found
 
 
@@ -150,8 +156,8 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 def finished(
     command: Sequence[str], timeout_s: float, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A process run to its end, from the root of the project. Where that takes longer it is stopped, and Wrong has the
-    last line of what it said until then, and the end of all of it."""
+    """Runs a process to its end, from the root of the project. After `timeout_s` it is stopped, and CheckFailed has the
+    last line of its output, and the end of all of it."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | (more or {}), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -163,7 +169,7 @@ def finished(
         found: Found = {"timed_out": True, "stdout": out[-KEPT:], "stderr": err[-KEPT:]}
         last = (out.strip() or err.strip() or "nothing").splitlines()[-1].strip()[:500]
         what = f"{' '.join(command[:4])} ... did not end within {timeout_s:g} s"
-        raise Wrong(f"{what}; the last that it said: {last}", found) from None
+        raise CheckFailed(f"{what}; the last that it said: {last}", found) from None
     except BaseException:  # Ctrl-C: what runs in a session of its own does not hear it
         _stop(process)
         raise

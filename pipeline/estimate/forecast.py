@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from actors.batching.buckets import Batch
+from actors.batching.buckets import PlannedBatch
 from actors.batching.full_depth_sample import paired_batches
 from actors.batching.prompt_scoring import is_scored_alone
 from actors.generator import Generator
@@ -130,7 +130,7 @@ def batch_s(
     generator: Generator,
     measured: Measured,
     chosen: Sequence[Request],
-    batch: Batch,
+    batch: PlannedBatch,
     new: Sequence[int],
     schedule: Schedule | None = None,
 ) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Final
 
-from actors.batching.buckets import Batch, bucket_of
+from actors.batching.buckets import PlannedBatch, bucket_of
 from actors.generator import Generator
 from actors.measuring.ceilings import measure_ceilings
 from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
@@ -71,7 +71,10 @@ def measure(generator: Generator, requests: Sequence[Request]) -> Measured:
 
 
 def level_of(
-    generator: Generator, ceilings: Ceilings, requests: Sequence[Request], results: Sequence[tuple[Batch, BatchResult]]
+    generator: Generator,
+    ceilings: Ceilings,
+    requests: Sequence[Request],
+    results: Sequence[tuple[PlannedBatch, BatchResult]],
 ) -> Level:
     prefill = decode = predicted_prefill = predicted_decode = 0.0
     row_steps = steps = 0
@@ -90,7 +93,7 @@ def predicted_s(
     generator: Generator,
     ceilings: Ceilings,
     chosen: Sequence[Request],
-    batch: Batch,
+    batch: PlannedBatch,
     carried: Sequence[int],
     schedule: Schedule | None = None,
 ) -> tuple[float, float]:
@@ -113,7 +116,7 @@ def predicted_s(
     )
 
 
-def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Batch, new: Sequence[int]) -> list[int]:
+def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: PlannedBatch, new: Sequence[int]) -> list[int]:
     """Rows at each decode step of a batch with answers of these lengths (`BatchStats.batch_rows`), including ended rows
     that have not been dropped."""
     longest = max(request.sampling.max_new_tokens for request in chosen)

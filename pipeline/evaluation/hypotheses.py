@@ -14,7 +14,7 @@ from pipeline.config.job import ConfigError
 from pipeline.store.run_folder import RunFolder
 
 
-class Row(TypedDict):
+class CorpusRow(TypedDict):
     """The columns that are read."""
 
     prompt: str | None
@@ -68,7 +68,7 @@ def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
     return choose_texts(rows)
 
 
-def choose_texts(rows: Sequence[Row]) -> Texts:
+def choose_texts(rows: Sequence[CorpusRow]) -> Texts:
     """Chooses, among rows with the same prompt, the one with the lowest id, whether it failed or not."""
     by_prompt: dict[str, str] = {}
     prompts_of: dict[str, list[str]] = {}
@@ -94,7 +94,7 @@ def choose_texts(rows: Sequence[Row]) -> Texts:
     )
 
 
-def _rank(row: Row) -> tuple[bool, str, bool]:
+def _rank(row: CorpusRow) -> tuple[bool, str, bool]:
     """Sort key: by id, rows without an id last; among rows of one id, those that did not fail first."""
     own = row.get("id")
     return own is None, "" if own is None else own, bool(row.get("error_code"))

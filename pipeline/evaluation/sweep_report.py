@@ -9,15 +9,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.evaluation.documents import SweepDocument
-from pipeline.evaluation.documents import SweepRow as Row
+from pipeline.evaluation.documents import SweepDocument, SweepRow
 from pipeline.plots import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FigureOf = Callable[[Row], float | None]
+FigureOf = Callable[[SweepRow], float | None]
 """A column of the table, or a measure of the plot."""
 
 Against = Literal["speedup", "ffn_skip_share"]
@@ -79,7 +78,7 @@ def write_json(document: SweepDocument, folder: Path) -> None:
     (folder / "quality.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def headline(row: Row) -> str:
+def headline(row: SweepRow) -> str:
     """The figures of one setting as a line of progress."""
     columns = _columns([row])
     cells = [f"{name} {format(value, spec)}" for name, get, spec in columns if (value := get(row)) is not None]
@@ -87,14 +86,14 @@ def headline(row: Row) -> str:
     return f"{row['name']}: {measured(row)}, {', '.join(cells + failed)} ({row['elapsed_s']:.0f} s)"
 
 
-def _columns(rows: Sequence[Row]) -> list[tuple[str, FigureOf, str]]:
+def _columns(rows: Sequence[SweepRow]) -> list[tuple[str, FigureOf, str]]:
     """The columns that have a value in some row."""
     has_swiftkv = any(row.get("prefill") == "swiftkv" for row in rows)
     shown = [column for column in COLUMNS if has_swiftkv or column[0] not in PHASES]
     return [column for column in shown if any(column[1](row) is not None for row in rows)]
 
 
-def measured(row: Row) -> str:
+def measured(row: SweepRow) -> str:
     """The measured speedup with its 95 % interval."""
     value, ci95 = row["speedup"]["measured"], row["speedup"]["ci95"]
     if value is None:
@@ -123,7 +122,7 @@ def markdown(document: SweepDocument) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _speeds(row: Row, sizes: Sequence[str]) -> list[str]:
+def _speeds(row: SweepRow, sizes: Sequence[str]) -> list[str]:
     cells = [row["speed_at"][size] for size in sizes]
     return [row["name"], *(f"{_cell(c['measured'], '.2f')} ({_cell(c['predicted'], '.2f')})" for c in cells)]
 
@@ -132,7 +131,7 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _compared(rows: Sequence[Row]) -> list[list[str]]:
+def _compared(rows: Sequence[SweepRow]) -> list[list[str]]:
     """Compares each setting with the first one, and with the setting of the main label that runs about as many
     layers."""
     lines = [["", "layers per token", f"against {rows[0]['name']}", "against", "difference"], ["---", *["---:"] * 4]]
@@ -148,13 +147,13 @@ def _compared(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def _work(row: Row) -> float:
+def _work(row: SweepRow) -> float:
     """Layers per token, a layer without its feed-forward block being a third of one (4 of 12 d^2 weights in OPT)."""
     layers: float = row["layers_per_token"] or 0.0
     return layers * (1 - 2 / 3 * (row.get("ffn_skip_share") or 0.0))
 
 
-def difference(row: Row, other: Row) -> str:
+def difference(row: SweepRow, other: SweepRow) -> str:
     """Mean ROUGE-L of one setting minus that of another on the same prompts, with its 95 % interval (paired normal)."""
     pairs = zip(row["rougeL_rows"], other["rougeL_rows"], strict=True)
     differences = [mine - theirs for mine, theirs in pairs]
@@ -233,8 +232,8 @@ def plot(document: SweepDocument) -> "Figure":
 
 
 def points(
-    rows: Sequence[Row], label: str, measure: FigureOf, against: Against = "speedup"
-) -> list[tuple[float, float, Row]]:
+    rows: Sequence[SweepRow], label: str, measure: FigureOf, against: Against = "speedup"
+) -> list[tuple[float, float, SweepRow]]:
     """(x, figure, row) of the settings of one label that have both, by x: measured speedup, or `ffn_skip_share`."""
     found = []
     for row in rows:
@@ -245,7 +244,7 @@ def points(
     return sorted(found, key=lambda point: point[0])
 
 
-def _line(ax: "Axes", index: int, label: str, found: Sequence[tuple[float, float, Row]], against: Against) -> None:
+def _line(ax: "Axes", index: int, label: str, found: Sequence[tuple[float, float, SweepRow]], against: Against) -> None:
     from matplotlib.patheffects import withStroke
 
     color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import BinaryIO, Final
 
 from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig
-from pipeline.input.line_reader import READ_BYTES, Row, is_clean
+from pipeline.input.line_reader import READ_BYTES, InputRow, is_clean
 from pipeline.schema import BAD_LINE
 
 MAX_CSV_FIELD_CHARS: Final = 1 << 28  # the csv module's own is 128 KiB; a prompt may have 30 MB
@@ -106,7 +106,9 @@ def is_tab_separated(name: str) -> bool:
     return ".tsv" in PurePosixPath(name.lower()).suffixes[-2:]
 
 
-def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Row]:
+def csv_rows(
+    stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[InputRow]:
     """The rows of a CSV file, without its header and blank lines."""
     lines = CsvLines(stream, MAX_LINE_BYTES)
     reader = _csv_reader(lines, name)
@@ -120,7 +122,7 @@ def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: i
         except StopIteration:
             return
         except csv.Error as error:
-            yield Row(number, 0, error_code=BAD_LINE, error_message=f"{where}: not valid CSV: {error}")
+            yield InputRow(number, 0, error_code=BAD_LINE, error_message=f"{where}: not valid CSV: {error}")
         else:
             if not values:
                 continue  # a blank line, as csv.DictReader has it
@@ -128,8 +130,8 @@ def csv_rows(stream: BinaryIO, name: str, config: InputConfig, max_line_bytes: i
         number += 1
 
 
-def _csv_row(values: list[str], header: list[str], number: int, where: str, config: InputConfig) -> Row:
-    row = Row(number, sum(map(len, values)) + FIELD_BYTES * len(values))
+def _csv_row(values: list[str], header: list[str], number: int, where: str, config: InputConfig) -> InputRow:
+    row = InputRow(number, sum(map(len, values)) + FIELD_BYTES * len(values))
     if len(values) != len(header):
         # It is unknown which value belongs to which column, so none is kept.
         row.fail(BAD_LINE, f"{where}: {len(values)} fields, but the header has {len(header)}")

@@ -12,7 +12,7 @@ from pipeline.config.job import MAX_LINE_BYTES, InputConfig
 from pipeline.input.csv_rows import csv_rows
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_rows, jsonl_row
-from pipeline.input.line_reader import Row, iter_lines, text_rows
+from pipeline.input.line_reader import InputRow, iter_lines, text_rows
 from pipeline.input.openai_rows import batch_row
 
 ARROW: Final = "arrow"
@@ -47,7 +47,7 @@ def iter_rows(
     config: InputConfig,
     max_line_bytes: int = MAX_LINE_BYTES,
     expansion: Expansion = ONE_ROW,
-) -> Iterator[Row]:
+) -> Iterator[InputRow]:
     """The rows of a text, CSV, JSONL or OpenAI batch file; `stream` gives its uncompressed bytes."""
     if format == "text":
         return text_rows(iter_lines(stream, max_line_bytes), name)

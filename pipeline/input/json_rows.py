@@ -10,7 +10,7 @@ from typing import Final
 
 from pipeline.config.job import InputConfig
 from pipeline.formatting import Json
-from pipeline.input.line_reader import JsonObject, LongLine, Row, RowError, describe_utf8, is_clean
+from pipeline.input.line_reader import InputRow, JsonObject, LongLine, RowError, describe_utf8, is_clean
 from pipeline.json_size import FEW_MARKS, MARK_BYTES, MAX_MARKS, count_marks
 from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
 
@@ -62,17 +62,17 @@ def to_json(value: object) -> str:
 def json_rows(
     lines: Iterable[bytes],
     name: str,
-    make_row: Callable[[Row, JsonObject, InputConfig], None],
+    make_row: Callable[[InputRow, JsonObject, InputConfig], None],
     config: InputConfig,
-) -> Iterator[Row]:
+) -> Iterator[InputRow]:
     for number, line in enumerate(lines):
         if isinstance(line, LongLine):
-            yield Row(number, 0, error_code=BAD_LINE, error_message=f"{name} line {number + 1}: {line.reason}")
+            yield InputRow(number, 0, error_code=BAD_LINE, error_message=f"{name} line {number + 1}: {line.reason}")
             continue
         if not line or line.isspace():
             continue  # not a row, but its number is used up: made ids bear line numbers
         num_marks = count_marks(line)
-        row = Row(number, len(line) + (MARK_BYTES * num_marks if num_marks > FEW_MARKS else 0))
+        row = InputRow(number, len(line) + (MARK_BYTES * num_marks if num_marks > FEW_MARKS else 0))
         try:
             value = parse_object(line, num_marks)
             # A lone surrogate can only come from an escape: cheaper to look for that than to encode all.
@@ -96,7 +96,7 @@ def _dirty_keys(value: JsonObject) -> list[str]:
     return [key for key, item in value.items() if not (is_clean(key) and is_clean(to_json(item)))]
 
 
-def jsonl_row(row: Row, value: JsonObject, config: InputConfig) -> None:
+def jsonl_row(row: InputRow, value: JsonObject, config: InputConfig) -> None:
     row.fields = value
     given = value.get(config.id_column)
     if isinstance(given, str):

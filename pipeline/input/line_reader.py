@@ -1,4 +1,4 @@
-"""`Row`, what every reader of lines makes of a row of its file, good or failed; lines of bytes; and text files.
+"""`InputRow`, what every reader of lines makes of a row of its file, good or failed; lines of bytes; and text files.
 
 Whatever bytes a file holds, no reader raises: a row that cannot be used comes out as a failed row with its reason.
 Types of columns and blocks of rows are not known here.
@@ -20,7 +20,7 @@ JsonObject: TypeAlias = dict[str, Json]
 
 
 @dataclass(slots=True)
-class Row:
+class InputRow:
     """One row as its file has it; a failed row holds what could be read."""
 
     number: int  # 0-based, with bad rows; the one in a made id
@@ -109,10 +109,10 @@ def iter_lines(stream: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[by
         yield ended()
 
 
-def text_rows(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+def text_rows(lines: Iterable[bytes], name: str) -> Iterator[InputRow]:
     """The rows of a text file: every line is a prompt, blank lines included."""
     for number, line in enumerate(lines):
-        row = Row(number, len(line))
+        row = InputRow(number, len(line))
         if isinstance(line, LongLine):
             row.fail(BAD_LINE, f"{name} line {number + 1}: {line.reason}")
             yield row

@@ -13,9 +13,17 @@ from pipeline.config.job import MAX_SAMPLES, InputConfig
 from pipeline.formatting import Json
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.json_rows import json_kind, parse_object, to_json
-from pipeline.input.line_reader import JsonObject, Row, RowError
+from pipeline.input.line_reader import InputRow, JsonObject, RowError
 from pipeline.json_size import count_marks
-from pipeline.openai.parameters import MAX_TOKEN_ID, BadParameter, ChatLine, CompletionLine, is_token_list, shown, whole
+from pipeline.openai_format.parameters import (
+    MAX_TOKEN_ID,
+    BadParameter,
+    ChatLine,
+    CompletionLine,
+    is_token_list,
+    shown,
+    whole,
+)
 from pipeline.schema import BAD_LINE, BAD_MESSAGES, BAD_PARAMETERS, PROMPT_MISSING, PROMPT_NOT_TEXT
 
 COMPLETION_URL: Final = "/v1/completions"
@@ -39,7 +47,7 @@ def looks_like_batch(lines: Iterable[bytes]) -> bool | None:
     return None
 
 
-def batch_row(row: Row, value: JsonObject, config: InputConfig, expansion: Expansion = ONE_ROW) -> None:
+def batch_row(row: InputRow, value: JsonObject, config: InputConfig, expansion: Expansion = ONE_ROW) -> None:
     """Fills `row` from the object of a line; marks it as failed, or raises RowError, for what is wrong with it."""
     row.fields = fields = {
         key: text if isinstance(text := value[key], str) else to_json(text)

@@ -15,7 +15,7 @@ from typing import Protocol
 from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_continues, check_messages
 from actors.templates.sandbox import Template, TemplateError
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.input.line_reader import Row
+from pipeline.input.line_reader import InputRow
 from pipeline.json_size import MAX_MARKS, count_marks
 from pipeline.schema import BAD_MESSAGES, BAD_PARAMETERS, BAD_TEMPLATE, PROMPT
 
@@ -240,7 +240,7 @@ def check_chat_template_is_used(config: InputConfig) -> None:
         )
 
 
-def prompt_fields(row: Row, format: str) -> Mapping[str, object]:
+def prompt_fields(row: InputRow, format: str) -> Mapping[str, object]:
     """The fields that a prompt is rendered from."""
     if format == "text":
         return {PROMPT: row.prompt}

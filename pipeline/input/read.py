@@ -27,7 +27,7 @@ from pipeline.input.id_matching import DoneRows
 from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_location, made_id, split_location
 from pipeline.input.input_plan import ROW_SCHEMA, InputPlan
 from pipeline.input.json_rows import to_json
-from pipeline.input.line_reader import BLOCK_BYTES, Row
+from pipeline.input.line_reader import BLOCK_BYTES, InputRow
 from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_oversized_lists
 from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
@@ -93,7 +93,7 @@ def _check_unchanged(filesystem: pafs.FileSystem, file: SourceFile) -> None:
 def _read_rows(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
     file, wanted = plan.listing.files[index], plan.num_documents_per_file[index]
     with open_stream(plan.listing.filesystem, file) as stream:
-        block: list[Row] = []
+        block: list[InputRow] = []
         num_bytes = 0
         listing = plan.listing
         rows = iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes, listing.expansion)
@@ -107,7 +107,7 @@ def _read_rows(plan: InputPlan, index: int, config: InputConfig, rows_per_block:
             yield _documents(block, file, plan)
 
 
-def _documents(rows: Sequence[Row], file: SourceFile, plan: InputPlan) -> Documents:
+def _documents(rows: Sequence[InputRow], file: SourceFile, plan: InputPlan) -> Documents:
     columns = [
         [row.id or made_id(file.name, row.number) for row in rows],
         [row.prompt for row in rows],

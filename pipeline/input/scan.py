@@ -46,10 +46,10 @@ from pipeline.input.ids import (
     digest_texts,
     made_id,
 )
-from pipeline.input.line_reader import BLOCK_BYTES, Row
+from pipeline.input.line_reader import BLOCK_BYTES, InputRow
 from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches
 from pipeline.input.openai_rows import BATCH_COLUMNS, URLS
-from pipeline.openai.parameters import asks_for_choice
+from pipeline.openai_format.parameters import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
 
@@ -156,14 +156,14 @@ class _ColumnTypes:
     def __init__(self, format: str, header: Sequence[str], config: InputConfig) -> None:
         self._format = format
         self._own = own_columns(config) if format in ("csv", "jsonl") else frozenset()
-        self._rows: list[Row] = []
+        self._rows: list[InputRow] = []
         self._num_bytes = 0
         known = BATCH_COLUMNS if format == "openai_batch" else header
         self.seen: dict[str, None] = dict.fromkeys(known)
         self.types: dict[str, pa.DataType] = {name: pa.string() for name in known if name not in self._own}
         self.json_columns: set[str] = set()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: InputRow) -> None:
         if self._format != "jsonl":
             return
         self.seen.update(dict.fromkeys(row.fields))

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from actors.serving.engine import Progress
 from actors.serving.text_stream import TextStream
-from pipeline.openai.logprobs import Decode, TextOffsets, add_logprob, add_prompt, empty_logprobs, token_name
+from pipeline.openai_format.logprobs import Decode, TextOffsets, add_logprob, add_prompt, empty_logprobs, token_name
 from pipeline.service.requests import ChatRequest, CompletionRequest
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import TokenLogprobs

@@ -12,7 +12,7 @@ from actors.generator import Generator
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateError, TemplateRaised
-from pipeline.openai.parameters import BadParameter, cut
+from pipeline.openai_format.parameters import BadParameter, cut
 from pipeline.service.config import ServeConfig
 from pipeline.service.errors import ApiError
 from pipeline.service.requests import ChatRequest, CompletionRequest, HttpParameters, Prompt

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pipeline.openai.parameters import BadParameter
+from pipeline.openai_format.parameters import BadParameter
 
 
 class ApiError(Exception):

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from actors.templates.chat_template import Message, MessagesError, check_continues, check_messages
 from pipeline.formatting import Json
 from pipeline.json_size import MAX_MARKS, count_marks
-from pipeline.openai.parameters import (
+from pipeline.openai_format.parameters import (
     BadParameter,
     ChatParameters,
     CompletionParameters,

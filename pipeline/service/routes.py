@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.serving.engine_thread import EngineDead
-from pipeline.openai.parameters import BadParameter, cut
+from pipeline.openai_format.parameters import BadParameter, cut
 from pipeline.service.answers import ChatAnswer, CompletionAnswer, encode, model_card
 from pipeline.service.auth import check_key, check_local
 from pipeline.service.endpoint import Endpoint

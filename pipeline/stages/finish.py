@@ -6,7 +6,7 @@ It runs in the task that also writes the rows (`pipeline.store.row_writer`), and
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.openai.parameters import asks_for_choice
+from pipeline.openai_format.parameters import asks_for_choice
 from pipeline.schema import CHOICE, ENGINE_ERROR, OUTPUT_SCHEMA, PROMPT_TOKENS, SAMPLING, STATUS, score_schema
 from pipeline.stages.openai_choices import choice_of
 from pipeline.stages.tokenize import TOKENS, TokenizeConfig, describe, load_tokenizer, row_sampling, with_columns

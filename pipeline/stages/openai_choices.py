@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypedDict
 
-from pipeline.openai.logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
+from pipeline.openai_format.logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
 from skipdecode.engine.results import TokenLogprobs
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Final
 import pyarrow as pa
 
 from actors.generator import Answer, RowFailure
-from pipeline.openai.parameters import asks_for_choice
+from pipeline.openai_format.parameters import asks_for_choice
 from pipeline.schema import (
     ID,
     LOGPROBS,

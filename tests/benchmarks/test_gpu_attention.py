@@ -15,13 +15,13 @@ from benchmarks.gpu.attention import (
     prompt_of_groups,
     query,
 )
-from benchmarks.gpu.bench import Bench, Found, Wrong
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found
 from benchmarks.gpu.decoding_checks import SMALL
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.families import config_of
 from tests.support.graphs import cpu_as_cuda
 
-BENCH = Bench(torch.device("cpu"), config_of(SMALL), rows=(2, 4), context=32)
+CONTEXT = CheckContext(torch.device("cpu"), config_of(SMALL), rows=(2, 4), context_tokens=32)
 
 
 def row(bytes_per_s: float, new_shape_s: float = 1e-4) -> Found:
@@ -69,30 +69,30 @@ def test_attention_that_keeps_all_scores() -> None:
 
 
 def test_all_ways_compute_the_same() -> None:
-    case = query(BENCH, 24)
+    case = query(CONTEXT, 24)
     assert case.nbytes == 2 * (2 * 4 * 64 * 2) + 2 * (2 * 4 * 24 * 64 * 2) + 2 * 24
     with cpu_as_cuda(), torch.inference_mode():
         assert (case.by_us().float() - case.by_torch().float()).abs().max() < 0.02
-    masked = prompt(BENCH, 24, is_masked=True)
+    masked = prompt(CONTEXT, 24, is_masked=True)
     plain = Case(masked.q, masked.k, masked.v, None)
     assert (masked.by_torch().float() - plain.by_torch().float()).abs().max() < 0.02
-    groups = prompt_of_groups(BENCH, 24)
+    groups = prompt_of_groups(CONTEXT, 24)
     assert (groups.q.shape[1], groups.k.shape[1]) == (4, 1)
     assert groups.by_torch().shape == groups.q.shape
 
 
 def test_the_check_on_a_device_that_lacks_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.bench.measure_ceilings", lambda *_: Ceilings(1e12, 1e11, 1e-6))
+    monkeypatch.setattr("benchmarks.gpu.check_context.measure_ceilings", lambda *_: Ceilings(1e12, 1e11, 1e-6))
     monkeypatch.setattr(attention, "MAX_NEW_SHAPE_S", 60.0)
     monkeypatch.setattr(attention, "MIN_OF_BEST", 0.0)
     is_on = torch.backends.cuda.cudnn_sdp_enabled()
     with cpu_as_cuda():
-        found = check_attention(BENCH)
+        found = check_attention(CONTEXT)
         cases: dict[str, dict[str, Found]] = found["cases"]  # type: ignore[assignment]
         assert "No viable backend" in str(cases["query behind a mask"]["cudnn"]["refused"])
         assert {OURS, CHOICE, "math"} <= {way for way, one in cases["query behind a mask"].items() if "ms" in one}
         assert OURS not in cases["prompt without a mask"]
         monkeypatch.setattr(attention, "MIN_OF_BEST", 1e9)
-        with pytest.raises(Wrong, match="our attention reads"):
-            check_attention(BENCH)
+        with pytest.raises(CheckFailed, match="our attention reads"):
+            check_attention(CONTEXT)
     assert torch.backends.cuda.cudnn_sdp_enabled() == is_on

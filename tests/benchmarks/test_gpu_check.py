@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import attention, machine, overlap
+from benchmarks.gpu import attention, machine_checks, overlap
 from benchmarks.gpu import decoding_checks as decoding
-from benchmarks.gpu.bench import Bench, Wrong, not_run
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, not_run
 from benchmarks.gpu.decoding_checks import SMALL, check_batches, rows_that_fit
 from benchmarks.gpu_check import CHECKS, main, run_checks
 from skipdecode.backends.backend import TORCH
@@ -34,22 +34,22 @@ TINY = config_of(SMALL | {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "n
 
 @pytest.fixture(autouse=True)
 def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("benchmarks.gpu.bench.measure_ceilings", lambda *_: Ceilings(1e12, 1e11, 1e-6))
-    monkeypatch.setattr(machine, "nvidia_smi", lambda: {"driver": None, "cuda": None, "devices": []})
+    monkeypatch.setattr("benchmarks.gpu.check_context.measure_ceilings", lambda *_: Ceilings(1e12, 1e11, 1e-6))
+    monkeypatch.setattr(machine_checks, "nvidia_smi", lambda: {"driver": None, "cuda": None, "devices": []})
     monkeypatch.setattr(attention, "MAX_NEW_SHAPE_S", 60.0)
     monkeypatch.setattr(attention, "MIN_OF_BEST", 0.0)
     with cpu_as_cuda():
         yield
 
 
-def bench(**keys: object) -> Bench:
-    sizes = {"rows": (2, 4), "prompt_tokens": 8, "new_tokens": 6, "context": 32, "cache_bytes": 1 << 20} | keys
-    return Bench(torch.device("cpu"), TINY, **sizes)  # type: ignore[arg-type]
+def context(**keys: object) -> CheckContext:
+    sizes = {"rows": (2, 4), "prompt_tokens": 8, "new_tokens": 6, "context_tokens": 32, "cache_bytes": 1 << 20} | keys
+    return CheckContext(torch.device("cpu"), TINY, **sizes)  # type: ignore[arg-type]
 
 
 def first_wrong(only: str) -> str:
     needed = {"batches": ["captures"]}.get(only, [])
-    document = run_checks(bench(), {name: CHECKS[name] for name in [*needed, only]}, lambda _: None)
+    document = run_checks(context(), {name: CHECKS[name] for name in [*needed, only]}, lambda _: None)
     return str(document["wrong"])
 
 
@@ -57,7 +57,7 @@ def first_wrong(only: str) -> str:
 def test_nothing_is_wrong() -> None:
     notes: list[str] = []
     checks = {name: check for name, check in CHECKS.items() if name not in PROCESSES}
-    document = run_checks(bench(larger=TINY), checks, notes.append)
+    document = run_checks(context(larger=TINY), checks, notes.append)
     assert document["wrong"] is None
     assert [note.partition(":")[0] for note in notes] == list(checks)
     assert document["captures"]["graphs"] == 3 * 4  # type: ignore[index]
@@ -79,18 +79,18 @@ def test_what_must_hold_comes_before_what_should_be_fast() -> None:
 def test_the_first_thing_that_is_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
 
-    def broken(_bench: Bench) -> dict[str, object]:
-        raise Wrong("it smokes", {"smoke": True})
+    def broken(_context: CheckContext) -> dict[str, object]:
+        raise CheckFailed("it smokes", {"smoke": True})
 
     saved: list[list[str]] = []
     checks = {"a": lambda _: not_run("no means"), "b": broken, "c": broken}
-    document = run_checks(bench(), checks, notes.append, lambda found: saved.append([*found]))
+    document = run_checks(context(), checks, notes.append, lambda found: saved.append([*found]))
     assert set(document.pop("seconds")) == {"a", "b"}  # type: ignore[call-overload]
     assert document == {"wrong": "b: it smokes", "a": {"not_run": "no means"}, "b": {"smoke": True}}
     assert notes[0].startswith("a: not run, no means (")
     assert notes[1:] == ["WRONG: b: it smokes"]
     assert saved == [["wrong", "seconds", "a"], ["wrong", "seconds", "a", "b"]]
-    monkeypatch.setattr(machine, "backend_on", lambda _: 1 / 0)
+    monkeypatch.setattr(machine_checks, "backend_on", lambda _: 1 / 0)
     assert first_wrong("kernels") == "kernels: ZeroDivisionError: division by zero"
 
 
@@ -125,11 +125,11 @@ def test_two_gpus_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     devices = [torch.device("cpu")] * 2  # one after the other, whatever the order
     monkeypatch.setattr(overlap, "visible", lambda _: devices)
     monkeypatch.setattr(overlap, "MAX_RATIO", 0.01)
-    document = run_checks(bench(), {"overlap": CHECKS["overlap"]}, lambda _: None)
+    document = run_checks(context(), {"overlap": CHECKS["overlap"]}, lambda _: None)
     assert "one GPU waits for the other" in str(document["wrong"])
     assert document["overlap"]["rows_of_a_part"] == 2  # type: ignore[index]
     monkeypatch.setattr(overlap, "MAX_RATIO", 100.0)
-    document = run_checks(bench(), {"overlap": CHECKS["overlap"]}, lambda _: None)
+    document = run_checks(context(), {"overlap": CHECKS["overlap"]}, lambda _: None)
     assert document["wrong"] is None
     json.dumps(document)
 
@@ -138,14 +138,16 @@ def test_one_part_is_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """That two parts take longer than one where nothing overlaps is not taken for granted: both are timed."""
     seen: list[tuple[int, int]] = []
 
-    def passes(_bench: Bench, model: Decoder, _plan: object, rows: int, _devices: object) -> tuple[float, float]:
+    def passes(
+        _context: CheckContext, model: Decoder, _plan: object, rows: int, _devices: object
+    ) -> tuple[float, float]:
         assert model.placement is not None
         seen.append((model.placement.num_parts, rows))
         return 1.0, 1.0
 
     monkeypatch.setattr(overlap, "visible", lambda _: [torch.device("cpu")] * 2)
     monkeypatch.setattr(overlap, "timed_passes", passes)
-    assert run_checks(bench(), {"overlap": CHECKS["overlap"]}, lambda _: None)["wrong"] is None
+    assert run_checks(context(), {"overlap": CHECKS["overlap"]}, lambda _: None)["wrong"] is None
     assert seen == [(1, 2), (2, 4)]
     assert overlap.overlap_problem(1.0, 1.2) is None
     assert "take 1.90 times as long as one" in str(overlap.overlap_problem(1.0, 1.9))
@@ -185,11 +187,11 @@ def test_memory_of_the_largest_batch_is_not_kept(monkeypatch: pytest.MonkeyPatch
     model.max_prefill_tokens = TORCH.max_prefill_tokens([], device)
     monkeypatch.setattr(decoding, "generate", generate)
     monkeypatch.setattr(decoding, "reserved_bytes", lambda _: fake.most + fake.kept)
-    shape = Bench(torch.device("cpu"), released("opt-1.3b"))
+    shape = CheckContext(torch.device("cpu"), released("opt-1.3b"))
     pool = SimpleNamespace(free_bytes=1)
     shape.model, shape.graphs = model, SimpleNamespace(num_captured=0, nbytes=1, pool=pool)  # type: ignore[assignment]
     if kept:
-        with pytest.raises(Wrong, match="bytes more over ten batches; something is kept"):
+        with pytest.raises(CheckFailed, match="bytes more over ten batches; something is kept"):
             check_batches(shape)
     else:
         assert len(check_batches(shape)["seconds"]) == 10  # type: ignore[arg-type]
@@ -199,11 +201,11 @@ def test_memory_of_the_largest_batch_is_not_kept(monkeypatch: pytest.MonkeyPatch
 
 def test_rows_of_a_larger_model_fit_beside_its_weights() -> None:
     """OPT-6.7B: 13.3 GB of weights, and 128 MiB of keys and values for a row of 256 columns."""
-    shape, sizes = released("opt-6.7b"), Bench(torch.device("cpu"), released("opt-1.3b"))
+    shape, sizes = released("opt-6.7b"), CheckContext(torch.device("cpu"), released("opt-1.3b"))
     assert rows_that_fit(shape, sizes, 72 * 10**9) == (64, 256)
     assert rows_that_fit(shape, sizes, 34 * 10**9) == (64,)
     assert rows_that_fit(shape, sizes, 20 * 10**9) == ()
-    little = run_checks(bench(larger=shape), {"larger": CHECKS["larger"]}, lambda _: None)
+    little = run_checks(context(larger=shape), {"larger": CHECKS["larger"]}, lambda _: None)
     assert "hold neither its weights nor 2 rows" in little["larger"]["not_run"]  # type: ignore[index]
 
 
@@ -247,7 +249,7 @@ def test_the_check_that_others_need_is_not_left_out(capsys: pytest.CaptureFixtur
 def test_a_document_is_there_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is taken away leaves what was found on it, and what was not done."""
 
-    def taken_away(_bench: Bench) -> dict[str, object]:
+    def taken_away(_context: CheckContext) -> dict[str, object]:
         raise KeyboardInterrupt
 
     checks = {"device": lambda _: {"name": "it"}, "speed": taken_away, "job": taken_away}

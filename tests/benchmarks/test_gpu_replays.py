@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import replays
-from benchmarks.gpu.bench import Bench, Found, Wrong
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found
 from benchmarks.gpu.decoding_checks import SMALL, check_captures
 from benchmarks.gpu.replays import (
     PROMISED,
@@ -102,9 +102,9 @@ def checked(traced: Callable[[Callable[[], None]], list[Event]], monkeypatch: py
     sizes = {"rows": (2,), "prompt_tokens": 8, "new_tokens": 6, "cache_bytes": 1 << 20}
     monkeypatch.setattr(replays, "_traced", traced)
     with cpu_as_cuda():
-        bench = Bench(torch.device("cpu"), config, **sizes)  # type: ignore[arg-type]
-        check_captures(bench)
-        return check_replays(bench)
+        context = CheckContext(torch.device("cpu"), config, **sizes)  # type: ignore[arg-type]
+        check_captures(context)
+        return check_replays(context)
 
 
 def made_up(more: tuple[str, ...] = ()) -> Callable[[Callable[[], None]], list[Event]]:
@@ -122,7 +122,7 @@ def test_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = checked(made_up(), monkeypatch)["replays"]  # type: ignore[misc]
     assert sum(row["a_layer"].values()) == 7
     assert (row["rows"], row["layers"], row["kernels_of_a_step"]) == (2, 3, 3 * 7 + 2)
-    with pytest.raises(Wrong, match="at 2 rows a layer is 8 kernels, and 7 are promised"):
+    with pytest.raises(CheckFailed, match="at 2 rows a layer is 8 kernels, and 7 are promised"):
         checked(made_up(("copy",)), monkeypatch)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import own_kernels
+from benchmarks.gpu import run_every_kernel
 from benchmarks.gpu import subprocess_checks as processes
-from benchmarks.gpu.bench import Bench, Check, Wrong
+from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed
 from benchmarks.gpu.decoding_checks import SMALL
 from benchmarks.gpu.subprocess_checks import (
     LANE,
@@ -36,7 +36,7 @@ from jobs.generate import parse
 from pipeline.config.job import load_config
 from skipdecode.families import config_of
 
-BENCH = Bench(torch.device("cpu"), config_of(SMALL))
+CONTEXT = CheckContext(torch.device("cpu"), config_of(SMALL))
 PASSED = "......s.   [100%]\nSKIPPED [1] tests/x.py:1: no\n7 passed, 1 skipped in 61.20s (0:01:01)\n"
 FAILED = "F.\nFAILED tests/x.py::test_a - AssertionError: apart\n1 failed, 1 passed, 2 warnings in 3.10s\n"
 CLEAN = "========= COMPUTE-SANITIZER\nattention, OPT\n========= ERROR SUMMARY: 0 errors\n"
@@ -67,8 +67,8 @@ class Standing:
 
 def wrong(check: Check, process: Standing, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(processes, "finished", process)
-    with pytest.raises(Wrong) as raised:
-        check(BENCH)
+    with pytest.raises(CheckFailed) as raised:
+        check(CONTEXT)
     return str(raised.value.args[0])
 
 
@@ -93,7 +93,7 @@ def test_counts_and_failures_of_pytest() -> None:
 def test_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Standing(PASSED)
     monkeypatch.setattr(processes, "finished", process)
-    assert check_lane(BENCH)["counts"] == {"passed": 7, "skipped": 1}
+    assert check_lane(CONTEXT)["counts"] == {"passed": 7, "skipped": 1}
     assert process.command[1:3] == ["-m", "pytest"]
     assert wrong(check_lane, Standing(FAILED, 1), monkeypatch).endswith(
         "end with 1: FAILED tests/x.py::test_a - AssertionError: apart"
@@ -101,7 +101,7 @@ def test_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong(check_lane, Standing("", 4, "no such option\n"), monkeypatch).endswith("4: no such option")
     assert wrong(check_lane, Standing("93 skipped in 2.0s\n"), monkeypatch).startswith("no test of the gpu lane ran")
     monkeypatch.setattr(processes, "LANE_NEEDS", ("json", "no_such_module"))
-    assert check_lane(BENCH) == {"not_run": "not installed: no_such_module"}
+    assert check_lane(CONTEXT) == {"not_run": "not installed: no_such_module"}
 
 
 def test_errors_that_the_sanitizer_counts() -> None:
@@ -115,7 +115,7 @@ def test_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "find_sanitizer", lambda _: "/opt/compute-sanitizer")
     process = Standing(CLEAN)
     monkeypatch.setattr(processes, "finished", process)
-    assert check_sanitizer(BENCH)["errors"] == 0
+    assert check_sanitizer(CONTEXT)["errors"] == 0
     assert process.command[0] == "/opt/compute-sanitizer"
     assert process.more == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     assert "counts 3 errors in our kernels: Invalid __global__" in wrong(
@@ -125,7 +125,7 @@ def test_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong(check_sanitizer, crashed, monkeypatch).endswith("under compute-sanitizer: ImportError: no triton")
     assert "did not run to their end" in wrong(check_sanitizer, Standing("driver too old\n", 0), monkeypatch)
     monkeypatch.setattr(processes, "find_sanitizer", lambda _: None)
-    assert "neither on PATH" in str(check_sanitizer(BENCH)["not_run"])
+    assert "neither on PATH" in str(check_sanitizer(CONTEXT)["not_run"])
 
 
 def test_the_sanitizer_is_found_in_the_folder_of_cuda(tmp_path: Path) -> None:
@@ -139,14 +139,14 @@ def test_the_sanitizer_is_found_in_the_folder_of_cuda(tmp_path: Path) -> None:
 
 
 def test_every_kernel_runs_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert own_kernels.main() == 2 or torch.cuda.is_available()
+    assert run_every_kernel.main() == 2 or torch.cuda.is_available()
     ran: list[str] = []
     cases = {"gate": lambda: ran.append("gate"), "decoder, OPT": lambda: ran.append("decoder")}
-    monkeypatch.setattr(own_kernels, "CASES", cases)
-    monkeypatch.setattr(own_kernels, "DEVICE", "cuda")
+    monkeypatch.setattr(run_every_kernel, "CASES", cases)
+    monkeypatch.setattr(run_every_kernel, "DEVICE", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert own_kernels.main() == 0
+    assert run_every_kernel.main() == 0
     assert ran == ["gate"]
 
 
@@ -182,17 +182,17 @@ def test_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, 0, "{}", "")
 
     monkeypatch.setattr(processes, "finished", job)
-    found = check_job(BENCH)
+    found = check_job(CONTEXT)
     assert found["books"] == {"ok": 256}
     written["failed"] = 1
-    with pytest.raises(Wrong, match="and 1 failed"):
-        check_job(BENCH)
+    with pytest.raises(CheckFailed, match="and 1 failed"):
+        check_job(CONTEXT)
     assert (
         wrong(check_job, Standing("", 2, "no GPU in the cluster\n"), monkeypatch)
         == "the job ends with 2: no GPU in the cluster"
     )
     monkeypatch.setattr(processes, "JOB_NEEDS", ("no_such_ray",))
-    assert check_job(BENCH) == {"not_run": "not installed: no_such_ray"}
+    assert check_job(CONTEXT) == {"not_run": "not installed: no_such_ray"}
 
 
 def test_files_that_a_copy_does_not_have() -> None:
@@ -206,7 +206,7 @@ def test_a_process_that_does_not_end_is_stopped_with_its_own(tmp_path: Path) -> 
     done = finished([sys.executable, "-c", "import os; print(os.environ['MARK'], os.getcwd())"], 60, {"MARK": "here"})
     assert done.stdout.split() == ["here", str(ROOT)]
     pid = tmp_path / "pid"
-    with pytest.raises(Wrong, match="did not end within 2 s; the last that it said: test_b") as raised:
+    with pytest.raises(CheckFailed, match="did not end within 2 s; the last that it said: test_b") as raised:
         finished(
             ["sh", "-c", f"sleep 600 & echo $! > '{pid}'; echo test_a; echo test_b; echo oh >&2; exec sleep 600"], 2
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.batching.buckets import Batch
+from actors.batching.buckets import PlannedBatch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
 from pipeline.cluster.worker_records import Pace
@@ -64,12 +64,12 @@ def test_time_follows_the_cost_model_at_the_measured_level(generator: Generator)
     one, two = (seconds_per_row(generator, prompts, m, shape()) for m in (measured, twice))
     assert two == pytest.approx(2 * one)
     full = seconds_per_row(generator, prompts, measured, shape(baseline_fraction=1.0))
-    chosen, batch, new = prompts[:128], Batch(tuple(range(128)), 32), [20] * 128
+    chosen, batch, new = prompts[:128], PlannedBatch(tuple(range(128)), 32), [20] * 128
     own_s, full_s = (batch_s(generator, measured, chosen, batch, new, s) for s in (None, generator.full))
     assert full_s > own_s
     assert full == pytest.approx((own_s + full_s) / 128, rel=1e-6)
     assert one == pytest.approx(own_s / 128, rel=1e-6)
-    few, small = chosen[:8], Batch(tuple(range(8)), 32)
+    few, small = chosen[:8], PlannedBatch(tuple(range(8)), 32)
     times = [batch_s(generator, measured, few, small, [length] * 8) for length in (1, 2)]
     assert times[0] < times[1]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.input.csv_rows import CsvLines, csv_rows
-from pipeline.input.line_reader import Row
+from pipeline.input.line_reader import InputRow
 from pipeline.input.read import read_file
 from tests.pipeline.input.test_memory_limits import planned
 from tests.support.input_helpers import column, make_config, read_rows, refuse, write
@@ -78,7 +78,7 @@ def most_bytes(most: int) -> Iterator[None]:
     assert taken < most, f"{taken >> 20} MiB"
 
 
-def rows_of(data: bytes, limit: int = LIMIT) -> list[Row]:
+def rows_of(data: bytes, limit: int = LIMIT) -> list[InputRow]:
     return list(csv_rows(io.BytesIO(data), "a.csv", CONFIG, limit))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from pipeline.openai.parameters import ChatLine, CompletionLine
+from pipeline.openai_format.parameters import ChatLine, CompletionLine
 from tests.support.chat_service import USER, generator, url
 
 __all__ = ["generator", "url"]  # fixtures

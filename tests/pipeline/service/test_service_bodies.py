@@ -5,7 +5,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from pipeline.openai.parameters import BadParameter
+from pipeline.openai_format.parameters import BadParameter
 from pipeline.service.errors import ApiError
 from pipeline.service.requests import CompletionRequest, parse_body
 from tests.support.service_helpers import error_of, post

@@ -1,4 +1,4 @@
-"""Runs each of our CUDA kernels once at the shapes of the tests: `python -m benchmarks.gpu.own_kernels`.
+"""Runs each of our CUDA kernels once at the shapes of the tests: `python -m benchmarks.gpu.run_every_kernel`.
 
 It is the process that compute-sanitizer watches, and needs neither pytest nor Ray.
 """

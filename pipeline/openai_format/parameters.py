@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, TypeGuard
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pipeline.formatting import Json
-from pipeline.openai.unsupported import BATCH, CHATS, COMMON, COMPLETIONS, WITHOUT_EFFECT, Unsupported
+from pipeline.openai_format.unsupported import BATCH, CHATS, COMMON, COMPLETIONS, WITHOUT_EFFECT, Unsupported
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1000

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from benchmarks.gpu import machine
-from benchmarks.gpu.machine import nvidia_smi, parse_cuda, parse_devices, versions
+from benchmarks.gpu import machine_checks
+from benchmarks.gpu.machine_checks import nvidia_smi, parse_cuda, parse_devices, versions
 
 TWO = """\
 index, name, driver_version, memory.total [MiB], power.draw [W], mig.mode.current
@@ -34,14 +34,14 @@ def test_the_cuda_of_the_driver(text: str) -> None:
 
 
 def test_all_of_it_and_what_is_wrong_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_asked", lambda *arguments: TWO if arguments else HEAD)
+    monkeypatch.setattr(machine_checks, "_asked", lambda *arguments: TWO if arguments else HEAD)
     found = nvidia_smi()
     assert (found["driver"], found["cuda"], len(found["devices"])) == ("580.65.06", "13.0", 2)  # type: ignore[arg-type]
 
     def refuses(*_arguments: str) -> str:
         raise subprocess.CalledProcessError(2, "nvidia-smi", output='Field "mig" is not a valid field to query.\n\n')
 
-    monkeypatch.setattr(machine, "_asked", refuses)
+    monkeypatch.setattr(machine_checks, "_asked", refuses)
     assert nvidia_smi() == {"problem": 'Field "mig" is not a valid field to query.', "devices": []}
     monkeypatch.undo()
     monkeypatch.setattr("shutil.which", lambda _: None)
@@ -52,7 +52,7 @@ def test_versions_of_what_is_and_is_not_installed(monkeypatch: pytest.MonkeyPatc
     assert str(versions()["torch"])[0].isdigit()
 
     def absent(name: str) -> str:
-        raise machine.PackageNotFoundError(name)
+        raise machine_checks.PackageNotFoundError(name)
 
-    monkeypatch.setattr(machine, "version", absent)
+    monkeypatch.setattr(machine_checks, "version", absent)
     assert versions()["triton"] is None

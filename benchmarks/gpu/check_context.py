@@ -21,7 +21,7 @@ from skipdecode.schedules.schedule import FullDepth, Schedule
 Found = dict[str, object]
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A failed check. Its arguments are a sentence that says what is wrong, and optionally what was found."""
 
 
@@ -31,7 +31,7 @@ def not_run(why: str) -> Found:
 
 
 @dataclass
-class Bench:
+class CheckContext:
     """The device and the models to check. The model exists once `check_captures` has built it."""
 
     device: torch.device
@@ -41,7 +41,7 @@ class Bench:
     rows: tuple[int, ...] = (64, 256)
     prompt_tokens: int = 128
     new_tokens: int = 128
-    context: int = 1024
+    context_tokens: int = 1024
     """Columns of the cache in the checks of attention."""
     cache_bytes: int | None = None
     """Memory for graphs; None: the share of the device that a worker takes."""
@@ -82,4 +82,4 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-Check = Callable[[Bench], Found]
+Check = Callable[[CheckContext], Found]

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from actors.memory import DeviceMemory
-from benchmarks.gpu.bench import Bench, Found, Wrong
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found
 from skipdecode.backends.device import backend_on
 
 FIELDS = (
@@ -22,30 +22,32 @@ UNKNOWN = ("n/a", "not supported", "not available", "unknown error")
 """What nvidia-smi prints in brackets instead of a value."""
 
 
-def check_device(bench: Bench) -> Found:
+def check_device(context: CheckContext) -> Found:
     """Checks that the device computes and has free memory; reports what it is and its software's versions."""
-    if torch.ones(1 << 20, device=bench.device).sum().item() != 1 << 20:
-        raise Wrong("the device adds up a million ones to another number; it or its driver is broken")
-    found: Found = versions() | {"backend": type(backend_on(bench.device)).__name__, "nvidia_smi": nvidia_smi()}
-    if bench.device.type == "cuda":
-        memory, (major, minor) = DeviceMemory.of(bench.device), torch.cuda.get_device_capability(bench.device)
-        found |= {"name": torch.cuda.get_device_name(bench.device), "capability": f"{major}.{minor}"}
+    if torch.ones(1 << 20, device=context.device).sum().item() != 1 << 20:
+        raise CheckFailed("the device adds up a million ones to another number; it or its driver is broken")
+    found: Found = versions() | {"backend": type(backend_on(context.device)).__name__, "nvidia_smi": nvidia_smi()}
+    if context.device.type == "cuda":
+        memory, (major, minor) = DeviceMemory.of(context.device), torch.cuda.get_device_capability(context.device)
+        found |= {"name": torch.cuda.get_device_name(context.device), "capability": f"{major}.{minor}"}
         found |= {"memory_bytes": memory.total, "free_bytes": memory.free}
         if memory.free < memory.total // 2:
             held = memory.total - memory.free
-            raise Wrong(f"others hold {held} of {memory.total} bytes of the device; free it first", found)
+            raise CheckFailed(f"others hold {held} of {memory.total} bytes of the device; free it first", found)
     return found
 
 
-def check_kernels(bench: Bench) -> Found:
+def check_kernels(context: CheckContext) -> Found:
     """Checks that steps can be captured, which needs kernels that read their bounds on the device."""
-    if not backend_on(bench.device).supports_graph_capture:
-        raise Wrong(
+    if not backend_on(context.device).supports_graph_capture:
+        raise CheckFailed(
             "the kernels here read no bounds on the device, so steps cannot be CUDA graphs; install triton and unset "
             "SKIPDECODE_KERNELS"
         )
     if torch.backends.cuda.cudnn_sdp_enabled():
-        raise Wrong("cuDNN's attention is on: it builds a plan for nearly every step; skipdecode.backends turns it off")
+        raise CheckFailed(
+            "cuDNN's attention is on: it builds a plan for nearly every step; skipdecode.backends turns it off"
+        )
     return {"supports_graph_capture": True}
 
 

@@ -6,8 +6,8 @@ in these shapes, whose drafts are scripted: a drafted token is that of full dept
 another; the passes that make it run all the same. Each round takes other prompts, as a run does. The last line on
 stdout is one JSON document.
 
-    python -m benchmarks.lossless --models demo opt-1.3b tinyllama-1.1b --output benchmarks/results/x.json
-    python -m benchmarks.lossless --models own --source MODEL --adapter ADAPTER --prompts FILE --draft '{"method": ...}'
+    python -m benchmarks.lossless_speed --models demo opt-1.3b tinyllama-1.1b --output benchmarks/results/x.json
+    python -m benchmarks.lossless_speed --models own --source MODEL --prompts FILE --draft '{"method": ...}'
 """
 
 import argparse

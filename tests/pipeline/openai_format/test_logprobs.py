@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.openai.logprobs import TextOffsets
+from pipeline.openai_format.logprobs import TextOffsets
 from skipdecode.checkpoint.detokenizer import TextDecoder
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.model.decoder import Decoder

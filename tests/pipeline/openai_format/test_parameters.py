@@ -11,8 +11,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from pipeline.openai.parameters import BadParameter, ChatLine, CompletionLine, RequestParameters
-from pipeline.openai.unsupported import BATCH, CHATS, COMPLETIONS, WITHOUT_EFFECT
+from pipeline.openai_format.parameters import BadParameter, ChatLine, CompletionLine, RequestParameters
+from pipeline.openai_format.unsupported import BATCH, CHATS, COMPLETIONS, WITHOUT_EFFECT
 from pipeline.service.requests import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[3]
