@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -22,7 +20,7 @@ from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import Request, refuse_too_long
 from skipdecode.engine.results import Completion, TokenLogprobs
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.devices import choose_device, choose_dtype
+from skipdecode.model.devices import available_device, choose_dtype
 from skipdecode.model.pipeline_parallel import launching_on
 from skipdecode.schedules.from_config import METHODS, listed_schedule
 from skipdecode.schedules.schedule import Schedule
@@ -84,10 +82,7 @@ def load(
     """
     if quantization not in (None, *get_args(Quantization)):
         raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
-    target = choose_device(device)
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        missing = "CUDA device" if target.index is None else target
-        raise ValueError(f"device: torch sees no {missing}; use device='cpu'")
+    target = available_device(device)
     torch_dtype = choose_dtype(dtype, target)
     files = source if tokenizer is None else resolve_source(str(tokenizer), "tokenizer")
     model = load_model(source, adapter=adapter, device=target, dtype=torch_dtype).pack(quantization)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from pipeline.cluster.machine import provenance
+from pipeline.cluster.machine import device_to_measure, provenance
 from pipeline.config.job import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.formatting import Json, Log
 from skipdecode.backends.host_memory import num_cores
@@ -61,11 +61,9 @@ def run_bench(config: BenchConfig, log: Log, *, profile: bool = False) -> dict[s
 
     from actors.measuring.bench import BenchCase, bench_case, bench_training, largest_batch, profile_case
     from skipdecode.backends.choice import choose
-    from skipdecode.model.devices import choose_device, choose_dtype
+    from skipdecode.model.devices import choose_dtype
 
-    device = choose_device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
+    device = device_to_measure(config.device)
     precision = dtype_name(choose_dtype(config.dtype, device))
     if config.work == "train":
         _check_training(config, precision, profile)

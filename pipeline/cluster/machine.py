@@ -1,4 +1,4 @@
-"""The provenance of a measurement: date, device and versions."""
+"""The device of a measurement, and its provenance: date, device and versions."""
 
 import datetime
 import platform
@@ -8,7 +8,17 @@ from typing import TypedDict
 
 import torch
 
+from pipeline.config.tree import ConfigError
 from pipeline.formatting import Json
+from skipdecode.model.devices import available_device
+
+
+def device_to_measure(name: str) -> torch.device:
+    """The device that the key `device` names; ConfigError if torch does not see it."""
+    try:
+        return available_device(name)
+    except ValueError as error:
+        raise ConfigError.parse(error) from error
 
 
 class DeviceFacts(TypedDict):
@@ -43,5 +53,5 @@ def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # no Linux
+    except (OSError, StopIteration):  # not on Linux
         return platform.processor()

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig, RowFailure
 from actors.measuring.calibrate import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
 from pipeline.checkpoint import ResolvedModel, check_model
-from pipeline.cluster.machine import device_facts, version_of
+from pipeline.cluster.machine import device_facts, device_to_measure, version_of
 from pipeline.config.job import (
     ConfigError,
     DecodeConfig,
@@ -46,7 +45,6 @@ from pipeline.store.model_folder import new_folder, written_whole
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
-from skipdecode.model.devices import choose_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,9 +90,7 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
     started = time.monotonic()
     check_keys(config)
     target = new_folder(config.output)
-    device = choose_device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
+    device = device_to_measure(config.device)
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     try:
         model = check_model(

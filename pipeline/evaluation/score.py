@@ -15,7 +15,7 @@ from pydantic import Field
 
 from actors.training.trainer import mean_loss
 from actors.training.workers import Pair
-from pipeline.cluster.machine import device_facts, version_of
+from pipeline.cluster.machine import device_facts, device_to_measure, version_of
 from pipeline.config.job import ConfigError, Section
 from pipeline.evaluation.documents import (
     Counts,
@@ -40,7 +40,7 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.devices import choose_device, choose_dtype
+from skipdecode.model.devices import choose_dtype
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.schedule import Schedule
 
@@ -219,9 +219,7 @@ class Policy:
 def _perplexity(config: EvaluateConfig, run: RunPolicy | None, pairs: list[tuple[str, str]], log: Log) -> PolicyFigures:
     """The references under model and schedule of the run; None where left out."""
     is_cpu = config.device == "auto" and run is not None and run.quantization is not None  # such weights are for CPUs
-    device = choose_device("cpu" if is_cpu else config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
+    device = device_to_measure("cpu" if is_cpu else config.device)
     torch.set_num_threads(config.threads or num_cores())
     figures, num_pairs, more = loss_figures(None), 0, PolicyKeys()
     used = None if config.perplexity_pairs == 0 else run

@@ -95,7 +95,7 @@ def cpu_flags() -> frozenset[str]:
     """This CPU's flags as Linux names them; empty on other systems and on CPUs other than x86."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return frozenset()
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 

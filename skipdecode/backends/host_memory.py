@@ -35,7 +35,7 @@ def _of_machine() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # no Linux
+    except (OSError, StopIteration):  # not on Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -48,7 +48,7 @@ def _groups(
     """
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return []
     found = []
     for _, controllers, name in lines:

@@ -18,6 +18,15 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def available_device(name: str) -> torch.device:
+    """`choose_device`; ValueError if torch does not see that device."""
+    device = choose_device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        missing = "CUDA device" if device.index is None else device
+        raise ValueError(f"device: torch sees no {missing}; use cpu")
+    return device
+
+
 def devices_of(device: torch.device, count: int) -> tuple[torch.device, ...]:
     """The devices that one worker decodes on: the first `count` visible GPUs, or the CPU `count` times. Raises
     ValueError if there are fewer GPUs."""
