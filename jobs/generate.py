@@ -132,7 +132,8 @@ def speedup_in_words(report: dict[str, Any]) -> str:
     if s["measured"] is None:
         measured = "not measured"
     elif s["ci95"] is None:
-        measured = f"{_times(s['measured'])} in only one batch"
+        batches = "one batch" if s["batches"] == 1 else "two batches"
+        measured = f"{_times(s['measured'])} measured ({batches}, too few for an interval)"
     else:
         low, high = s["ci95"]
         measured = f"{_times(s['measured'])} measured (95 % CI {low:.2f} to {high:.2f}, {s['batches']} batches)"

@@ -19,9 +19,11 @@ from pipeline.report.drafts import DraftTotals
 
 Number = TypeVar("Number", float, np.ndarray)
 
-# Student's t, 97.5 % quantile for 1..30 degrees of freedom (any table of the distribution); 1.96 beyond.
+MIN_PAIRS = 3  # for an interval: two batches that differ a little give one from 0 to infinity (t = 12.7)
+
+# Student's t, 97.5 % quantile for 2..30 degrees of freedom (any table of the distribution); 1.96 beyond.
 T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
@@ -139,8 +141,8 @@ def speedup(totals: BatchTotals) -> Speedup:
     """Time per output token at full depth over time per output token, prefill included.
 
     `measured`: geometric mean over the batches decoded both ways in the same actor; `ci95`: its t-interval (null below
-    two such batches). `measured_decode`: the same without prefill. `layers`: layers of the model over layers run per
-    decode step. `predicted`: by `skipdecode.cost.roofline` from ceilings measured in the actor.
+    MIN_PAIRS such batches). `measured_decode`: the same without prefill. `layers`: layers of the model over layers run
+    per decode step. `predicted`: by `skipdecode.cost.roofline` from ceilings measured in the actor.
     """
     measured, ci95 = _geometric(totals.logs[BOTH])
     measured_decode, _ = _geometric(totals.logs[DECODE])
@@ -181,13 +183,14 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def _geometric(slices: Sequence[np.ndarray]) -> tuple[float | None, list[float] | None]:
-    """The geometric mean of numbers given by their logarithms, and its 95 % t-interval."""
+    """The geometric mean of numbers given by their logarithms, and from MIN_PAIRS of them on its 95 % t-interval."""
     logs = np.concatenate([*slices, np.empty(0)])
     if not len(logs):
         return None, None
     mean = float(logs.mean())
-    if len(logs) < 2:
+    if len(logs) < MIN_PAIRS:
         return math.exp(mean), None
-    t = T_975[len(logs) - 2] if len(logs) <= len(T_975) + 1 else 1.96
+    index = len(logs) - MIN_PAIRS
+    t = T_975[index] if index < len(T_975) else 1.96
     half = t * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return math.exp(mean), [math.exp(mean - half), math.exp(mean + half)]

@@ -26,6 +26,9 @@ Single = Literal[
 ]  # fmt: skip
 """Keys of report.json that have a line of their own."""
 
+TOO_FEW: Final = {0: "not measured", 1: "one batch", 2: "two batches"}
+"""Beside a speedup without a confidence interval, by the number of batches it was measured in."""
+
 LABELS: Final[dict[Single, tuple[str, str]]] = {  # what it is called on the page, and its unit
     "duration_s": ("duration", "s"),
     "request_throughput": ("rows per second", ""),
@@ -104,7 +107,7 @@ def _cards(report: Figures) -> list[tuple[str, str, str]]:
     items = [
         ("rows", f"{report['completed']:,}", f"of {of}, {report['failed']:,} failed"),
         ("output tokens/s", f"{report['output_throughput']:,.0f}", f"{report['total_output_tokens']:,} in all"),
-        ("speedup", times(s["measured"]), interval(report) or ("one batch" if s["batches"] else "not measured")),
+        ("speedup", times(s["measured"]), interval(report) or TOO_FEW.get(s["batches"], "")),
         ("as at full depth", percent(a["token_match"]), f"of tokens; {percent(a['exact_rows'])} of rows"),
         ("layers per token", number(report["layers_per_token"], 1), f"of {report['model']['layers']}"),
     ]

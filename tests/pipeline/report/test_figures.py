@@ -1,6 +1,7 @@
 """The figures of a report on hand-made records, where the right answer is known."""
 
 import math
+import statistics
 from collections import Counter
 from typing import Any
 
@@ -41,20 +42,34 @@ def agreement(*batches: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_speedup_is_the_geometric_mean_of_paired_batches() -> None:
-    s = speedup(batch(1.0, 2.0), batch(1.0, 4.5), batch(9.0, None))
+    s = speedup(batch(1.0, 2.0), batch(1.0, 3.0), batch(1.0, 4.5), batch(9.0, None))
     assert s["measured"] == pytest.approx(3.0)
-    # n = 2: t(1) = 12.706, standard error of log 2 and log 4.5 is half their distance
-    half = 12.706 * (math.log(4.5) - math.log(2.0)) / 2
+    # log 2, log 3 and log 4.5 are log 1.5 apart, which is their standard deviation; t(2) = 4.303
+    half = 4.303 * math.log(1.5) / math.sqrt(3)
     assert s["ci95"] == pytest.approx([3.0 / math.exp(half), 3.0 * math.exp(half)])
     assert s["layers"] == 3.0
     assert s["predicted"] == pytest.approx(1.25 / 0.5)
-    assert s["batches"] == 2
+    assert s["batches"] == 3
+
+
+@pytest.mark.parametrize("ratios", [[2.0], [2.0, 3.0]])
+def test_fewer_than_three_pairs_have_no_interval(ratios: list[float]) -> None:
+    s = speedup(*(batch(1.0, ratio) for ratio in ratios))
+    assert s["measured"] == pytest.approx(math.prod(ratios) ** (1 / len(ratios)))
+    assert s["ci95"] is None
+
+
+@pytest.mark.parametrize(("pairs", "t"), [(31, 2.042), (32, 1.96)])
+def test_the_interval_of_many_pairs(pairs: int, t: float) -> None:
+    logs = [i % 2 for i in range(pairs)]
+    s = speedup(*(batch(1.0, math.exp(log)) for log in logs))
+    half = t * statistics.stdev(logs) / math.sqrt(pairs)
+    assert s["ci95"] == pytest.approx([s["measured"] / math.exp(half), s["measured"] * math.exp(half)])
 
 
 def test_speedup_is_per_token_when_lengths_differ() -> None:
     s = speedup(batch(1.0, 1.0, full_output_tokens=25))
     assert s["measured"] == pytest.approx(2.0)
-    assert s["ci95"] is None, "one pair has no interval"
 
 
 def test_without_pairs_nothing_is_claimed() -> None:
