@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult
 from actors.training.trainer import mean_losses
 from pipeline.checkpoint import check_model, check_quantization, resolve_decode
+from pipeline.cluster.machine import device_to_measure
 from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, Section
 from pipeline.evaluation.documents import Decode, ReferenceScores, SettingFigures, SweepDocument, SweepRow
 from pipeline.evaluation.metrics import rouge_rows, scores, slot_share
@@ -34,7 +34,7 @@ from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
-from skipdecode.model.devices import choose_device, choose_dtype, dtype_name
+from skipdecode.model.devices import choose_dtype, dtype_name
 from skipdecode.schedules.from_config import METHODS, listed_schedule
 
 LOSS_ROWS = 16  # pairs per batch of the loss, which holds keys and values of all layers
@@ -43,7 +43,8 @@ SPEED_BATCHES = 4  # batches that are timed for each size of `speed_at`
 
 class SweepDecode(DecodeConfig):
     name: str | None = None
-    """Name in table and plot, shown after the label; null: made from the schedule."""
+    """Name in table and plot, shown after the label; null: made from the schedule, and from its method if the model
+    runs several."""
     prefill: Literal["full", "swiftkv"] = "full"
     """Method of the prompt: full or swiftkv."""
 
@@ -101,9 +102,7 @@ class Setting:
 def run_sweep(config: SweepConfig, log: Log, command: str) -> SweepDocument:
     """Decodes and scores all settings; writes `quality.json` (which is returned), `.md`, `.svg` and `.png` to
     `output`."""
-    device = choose_device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "torch sees no CUDA device; use device=cpu")
+    device = device_to_measure(config.device)
     corpus = load_corpus(config.data, log)
     dtype = dtype_name(choose_dtype(config.dtype, device))
     settings = [check_run(config, index, dtype, device.type, log) for index in range(len(config.runs))]
@@ -195,44 +194,52 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, log: Log
         check_quantization(run.quantization, model.config, dtype, device, choose().no_int8)
     except ConfigError as error:
         raise ConfigError(f"runs.{index}.model ({run.label})", str(error)) from error
-    settings = []
+    decodes = []
     for number, given in enumerate(run.decode):
         if "prefix" in given.model_fields_set:
             key = f"runs.{index}.decode.{number}.prefix ({run.label})"
             raise ConfigError(key, "a sweep shares no prefixes; leave it out")
         own = {"decode": given.model_dump(exclude={"name", "prefill"}), "prefill": {"method": given.prefill}}
         try:
-            decode = resolve_decode(JobConfig.model_validate(base | own), model.config, log)
-            listed_schedule(model.config, decode | {"prefill": given.prefill}, config.max_new_tokens)
+            decodes.append(resolve_decode(JobConfig.model_validate(base | own), model.config, log))
+            listed_schedule(model.config, decodes[-1] | {"prefill": given.prefill}, config.max_new_tokens)
         except ValueError as error:
             raise ConfigError(f"runs.{index}.decode.{number} ({run.label})", str(error)) from error
-        name = given.name
-        if name is None:
-            name = schedule_name(decode) + ", SwiftKV" * (given.prefill == "swiftkv")
+    settings = []
+    for given, decode, made in zip(run.decode, decodes, schedule_names(decodes), strict=True):
+        name = made + ", SwiftKV" * (given.prefill == "swiftkv") if given.name is None else given.name
         settings.append(Setting(f"{run.label} {name}".strip(), decode, given.prefill))
     return settings
 
 
-def schedule_name(decode: Decode) -> str:
-    """`full depth`, `3x`, `10/6` (most and fewest layers), the constant number of layers, or else the method with the
-    values of its keys."""
-    skip = decode.get("ffn_skip")
-    if isinstance(skip, dict):
-        found = f" {skip['threshold']}" if "threshold" in skip else ""
-        return f"{schedule_name({k: v for k, v in decode.items() if k != 'ffn_skip'})}, FFN {skip['mode']}{found}"
-    if decode["method"] == "full":
-        return "full depth"
-    if "max_layers" in decode:
-        return f"{decode['max_layers']}/{decode['min_layers']}"
-    if isinstance(layers := decode.get("layers"), list | tuple):
-        return f"{len(layers)} chosen"
-    if layers is not None:
-        return str(layers)
+def schedule_names(decodes: Sequence[Decode]) -> list[str]:
+    """`full depth`, `3x`, `10/6` (most and fewest layers), or the constant number of layers; for other methods, and
+    where the schedules are of several methods, the method comes first: `early_exit 3x`."""
+    methods = {decode["method"] for decode in decodes} - {"full"}
+    return [_schedule_name(decode, has_method=len(methods) > 1) for decode in decodes]
+
+
+def _schedule_name(decode: Decode, *, has_method: bool) -> str:
     method = str(decode["method"])
     keys = METHODS[method].keys
-    if "speedup" in keys:
-        return f"{decode.get('speedup', 2):g}x"
-    return " ".join([method, *(str(decode[key]) for key in keys if decode.get(key) is not None)])
+    if method == "full":
+        name = "full depth"
+    elif "max_layers" in decode:
+        name = f"{decode['max_layers']}/{decode['min_layers']}"
+    elif isinstance(layers := decode.get("layers"), list | tuple):
+        name = f"{len(layers)} chosen"
+    elif layers is not None:
+        name = str(layers)
+    elif "speedup" in keys:
+        name = f"{decode.get('speedup', 2):g}x"
+    else:
+        name, has_method = " ".join(str(decode[key]) for key in keys if decode.get(key) is not None), True
+    if has_method and method != "full":
+        name = f"{method} {name}".strip()
+    skip = decode.get("ffn_skip")
+    if isinstance(skip, dict):
+        name += f", FFN {skip['mode']}" + (f" {skip['threshold']}" if "threshold" in skip else "")
+    return name
 
 
 def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False) -> GeneratorConfig:

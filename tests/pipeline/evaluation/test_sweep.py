@@ -9,7 +9,7 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 
-from pipeline.evaluation.sweep import schedule_name
+from pipeline.evaluation.sweep import schedule_names
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
@@ -138,7 +138,15 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
 
 def test_a_new_method_is_named_with_the_values_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "alternate", Method({"stride": int, "offset": int}, METHODS["full"].make))
-    assert schedule_name({"method": "alternate", "stride": 3, "offset": None}) == "alternate 3"
+    assert schedule_names([{"method": "alternate", "stride": 3, "offset": None}]) == ["alternate 3"]
+
+
+def test_schedules_of_several_methods_are_named_with_their_method() -> None:
+    full, skip = {"method": "full"}, {"method": "skipdecode", "speedup": 2}
+    early, dynamic = skip | {"method": "early_exit"}, skip | {"ffn_skip": {"mode": "row", "threshold": 0.9}}
+    assert schedule_names([full, skip, dynamic]) == ["full depth", "2x", "2x, FFN row 0.9"]
+    named = ["full depth", "skipdecode 2x", "early_exit 2x", "skipdecode 2x, FFN row 0.9", "unified 7"]
+    assert schedule_names([full, skip, early, dynamic, {"method": "unified", "layers": 7}]) == named
 
 
 @pytest.mark.parametrize(
