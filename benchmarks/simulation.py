@@ -67,7 +67,7 @@ class Worker:
     """Of the window, what nobody has begun, the shortest first: they are taken from the end."""
     done: dict[int, float] = field(default_factory=dict)
     """Of the window, batch -> seconds that it took."""
-    in_hand: SimulatedBatch | None = None
+    current: SimulatedBatch | None = None
     began_at: float = 0.0
     is_idle: bool = False
 
@@ -120,12 +120,12 @@ class Simulation:
             worker = self.workers[number]
             if now != worker.next_at:
                 continue  # woken before
-            if worker.in_hand is None:
+            if worker.current is None:
                 self._begin(number, now)
             elif now == worker.dies_at:
-                self._die(number, worker.in_hand, now)
+                self._die(number, worker.current, now)
             else:
-                self._end(number, worker.in_hand, now)
+                self._end(number, worker.current, now)
                 self._begin(number, now)
         return self._outcome()
 
@@ -171,10 +171,10 @@ class Simulation:
             worker.is_idle, worker.next_at = True, float("inf")
             return
         self.idle_s += now - worker.free_at
-        worker.is_idle, worker.in_hand, worker.began_at = False, source.left.pop(), begins_at
+        worker.is_idle, worker.current, worker.began_at = False, source.left.pop(), begins_at
         if worker.dies_at <= begins_at:  # while it stood still, with nothing to lose
             worker.dies_at = self._lifetime(begins_at)
-        self._at(number, min(begins_at + worker.in_hand.seconds * worker.speed, worker.dies_at))
+        self._at(number, min(begins_at + worker.current.seconds * worker.speed, worker.dies_at))
 
     def _hand_out(self, number: int, now: float) -> float:
         """Gives the worker a window; when it can begin."""
@@ -193,7 +193,7 @@ class Simulation:
     def _end(self, number: int, batch: SimulatedBatch, now: float) -> None:
         worker, owner = self.workers[number], self.workers[batch.owner]
         took = now - worker.began_at
-        worker.in_hand, worker.free_at = None, now
+        worker.current, worker.free_at = None, now
         self.decoded_s += took
         self.ends_at = now
         if batch not in owner.window:  # the owner has died meanwhile: nobody wants it
@@ -208,7 +208,7 @@ class Simulation:
     def _die(self, number: int, batch: SimulatedBatch, now: float) -> None:
         """Its window is decoded again from the start; a batch of another's goes back."""
         plan, worker, owner = self.plan, self.workers[number], self.workers[batch.owner]
-        worker.in_hand = None
+        worker.current = None
         self.decoded_s += now - worker.began_at
         self.lost_s += now - worker.began_at + sum(worker.done.values())
         worker.window = [replace(one, attempt=one.attempt + 1) for one in worker.window]

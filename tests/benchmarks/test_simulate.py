@@ -68,7 +68,7 @@ def test_every_batch_is_written_once_however_many_die(shares: bool) -> None:
     found = run.run()
     assert len(run.restarts) > 20
     assert sorted(run.written) == list(range(2000))
-    assert not any(worker.left or worker.window or worker.in_hand for worker in run.workers)
+    assert not any(worker.left or worker.window or worker.current for worker in run.workers)
     assert 0 < found.restarts < 1
     assert found.efficiency < 0.9
 
