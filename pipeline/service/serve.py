@@ -6,16 +6,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from pipeline.cluster.pool import start_ray
-from pipeline.cluster.ray_logging import CONNECTING, SERVE_END, without_log_records, without_printed_lines
+from pipeline.cluster.ray_logging import SERVE_END, SERVE_NOTES, without_log_records, without_printed_lines
 from pipeline.config.job import ConfigError, read_tree, set_key
 from pipeline.config.tree import read_override
 from pipeline.formatting import Json, Log
@@ -58,7 +59,7 @@ def serve_until_stopped(
             left = drain(file.name, file.drain_s)
     except StoppedInStart as error:
         log("stopped before the server was ready")
-        left = error.unanswered
+        began, left = time.time(), error.unanswered
     if left:
         log(f"{left} requests were not answered in time")
     return {"served_s": round(time.time() - began, 1), "unanswered": left}
@@ -124,7 +125,7 @@ def running(
         )
     if not os.environ.get("RAY_ADDRESS"):
         _check_free(host, port)
-    with without_printed_lines(SERVE_END), _ray_running():
+    with without_printed_lines(SERVE_END), _ray_running(), ExitStack() as stack:
         on_ray_started()
         application = _application(file, made_key)  # before Serve: a bad configuration starts nothing of it
         before = serve.status()
@@ -136,8 +137,8 @@ def running(
         try:
             try:
                 serve.start(proxy_location=file.proxy_location, http_options=file.http.model_dump())
-                with without_log_records(logging.getLogger("ray.serve"), CONNECTING):
-                    serve.run(application, name=file.name, route_prefix=file.route_prefix)
+                stack.enter_context(without_log_records(logging.getLogger("ray.serve"), SERVE_NOTES))
+                serve.run(application, name=file.name, route_prefix=file.route_prefix)
             except KeyboardInterrupt:  # requests may have been let in already
                 raise StoppedInStart(drain(file.name, file.drain_s)) from None
             shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -167,11 +168,16 @@ def drain(name: str, timeout_s: float) -> int:
     Only running replicas are waited for, so one that starts or dies meanwhile does not hold this up; nor does an
     application that has not been deployed yet.
     """
-    deadline = time.monotonic() + timeout_s
+    handle, deadline = None, time.monotonic() + timeout_s
     while True:
-        if (application := serve.status().applications.get(name)) is None:
+        application = serve.status().applications.get(name)
+        try:
+            handle = handle or serve.get_app_handle(name)
+        except RayServeException:
+            application = None
+        if application is None or handle is None:  # it has not been deployed yet
             return 0
-        left = _num_responses(name)
+        left = _num_responses(handle)
         deployments = application.deployments.values()
         num_replicas = sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
         if len(left) >= num_replicas and not any(left):
@@ -182,10 +188,10 @@ def drain(name: str, timeout_s: float) -> int:
         time.sleep(DRAIN_POLL_S)
 
 
-def _num_responses(name: str) -> list[int]:
+def _num_responses(handle: DeploymentHandle) -> list[int]:
     """The open requests of each replica that answers, after telling it to take no new ones."""
     try:
-        answers = serve.get_app_handle(name).broadcast("drain").results(timeout_s=ASK_S, return_exceptions=True)
+        answers = handle.broadcast("drain").results(timeout_s=ASK_S, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError):  # no replica is running at this moment
         return []
     return [answer for answer in answers if isinstance(answer, int)]

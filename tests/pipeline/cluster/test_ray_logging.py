@@ -10,7 +10,7 @@ import pytest
 from ray.data._internal.execution.operators.actor_pool_map_operator import ActorPoolMapOperator
 
 from pipeline.cluster.ray_internals import hide_restart_warnings
-from pipeline.cluster.ray_logging import RESTART, SERVE_END, without_printed_lines, without_stderr_lines
+from pipeline.cluster.ray_logging import RESTART, SERVE_END, SERVE_NOTES, without_printed_lines, without_stderr_lines
 from tests.support.processes import command, environment, run, write_prompts
 from tests.support.service_helpers import served
 
@@ -87,6 +87,7 @@ def test_a_healthy_endpoint_and_its_end_print_no_line_that_looks_like_an_error(t
     said = server.log.read_text()
     assert suspicious(said) == []
     assert "stopping: new requests get 503" in said
+    assert not SERVE_NOTES.search(said)
 
 
 def test_the_check_sees_what_it_is_for() -> None:
