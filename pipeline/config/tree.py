@@ -103,10 +103,10 @@ def read_tree(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
 def read_file(path: str | Path) -> dict[str, Json]:
     """The mapping in a YAML file; empty for an empty file."""
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = yaml.safe_load(Path(path).read_bytes())  # as bytes: a byte order mark says what they are
     except OSError as error:
         raise ConfigError("", f"--config {path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError("", f"--config {path}: not valid YAML in UTF-8: {error}") from error
     if not isinstance(tree := tree or {}, dict):
         raise ConfigError("", f"--config {path}: expected a mapping of sections, got {type(tree).__name__}")

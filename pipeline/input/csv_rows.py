@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import BinaryIO, Final
 
 from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig
+from pipeline.input.encoding import UTF16_LINE, is_utf16
 from pipeline.input.line_reader import READ_BYTES, InputRow, is_clean
 from pipeline.schema import BAD_LINE
 
@@ -137,10 +138,13 @@ def _csv_row(values: list[str], header: list[str], number: int, where: str, conf
         row.fail(BAD_LINE, f"{where}: {len(values)} fields, but the header has {len(header)}")
         return row
     fields = dict(zip(header, values, strict=True))
-    if not is_clean("".join(values)):
+    joined = "".join(values)
+    if not is_clean(joined):
         bad = [column for column in header if not is_clean(fields[column])]
         row.fail(BAD_LINE, f"{where}: column {bad[0]!r} is not valid UTF-8")
         fields = {column: value for column, value in fields.items() if column not in bad}
+    if is_utf16(joined):
+        row.fail(BAD_LINE, f"{where}: {UTF16_LINE}")
     row.fields = fields
     row.id = fields.get(config.id_column) or None
     row.prompt = None if config.text_column is None else fields.get(config.text_column)

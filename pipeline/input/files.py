@@ -11,12 +11,13 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import BinaryIO, Final
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig, SamplingConfig
+from pipeline.input.encoding import as_utf8
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.formats import ARROW, BINARY, parse_suffix
 from pipeline.input.line_reader import READ_BYTES, iter_lines
@@ -152,8 +153,10 @@ def sniff_batch(filesystem: pafs.FileSystem, file: SourceFile) -> bool | None:
         return looks_like_batch(iter_lines(stream))
 
 
-def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> pa.NativeFile:
-    return filesystem.open_input_stream(file.path, compression=parse_suffix(file.path)[1], buffer_size=READ_BYTES)
+def open_stream(filesystem: pafs.FileSystem, file: SourceFile) -> BinaryIO:
+    """The uncompressed bytes of a text file in UTF-8; ConfigError for another encoding (`as_utf8`)."""
+    stream = filesystem.open_input_stream(file.path, compression=parse_suffix(file.path)[1], buffer_size=READ_BYTES)
+    return as_utf8(stream, file.path)
 
 
 def read_etag(filesystem: pafs.FileSystem, file: SourceFile) -> str | None:

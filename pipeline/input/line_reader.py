@@ -10,6 +10,7 @@ from typing import BinaryIO, Final, TypeAlias
 
 from pipeline.config.job import MAX_LINE_BYTES
 from pipeline.formatting import Json
+from pipeline.input.encoding import UTF16_LINE, is_utf16
 from pipeline.schema import BAD_LINE
 
 BLOCK_BYTES: Final = 32 << 20  # a block ends here even if it has few rows: 1024 prompts of 30 MB are 30 GB
@@ -121,4 +122,6 @@ def text_rows(lines: Iterable[bytes], name: str) -> Iterator[InputRow]:
             row.prompt = line.removesuffix(b"\r").decode()
         except UnicodeDecodeError as error:
             row.fail(BAD_LINE, f"{name} line {number + 1}: {describe_utf8(error)}")
+        if is_utf16(line):
+            row.fail(BAD_LINE, f"{name} line {number + 1}: {UTF16_LINE}")
         yield row
