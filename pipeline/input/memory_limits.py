@@ -121,19 +121,14 @@ def own_rows(batch: pa.RecordBatch, start: int, end: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([own_values(column) for column in part.columns], schema=part.schema)
 
 
-def without_oversized_lists(batch: pa.RecordBatch, max_bytes: int) -> tuple[pa.RecordBatch, Mask]:
-    """The batch with nulls for lists and structs of rows in which these exceed `max_bytes`, and which rows: bool
-    [rows]."""
-    nested = {name: column for name, column in zip(batch.schema.names, batch.columns, strict=True)
-              if pa.types.is_nested(column.type)}  # fmt: skip
-    if not nested:
-        return batch, np.zeros(batch.num_rows, dtype=bool)
-    sizes = sum((decoded_bytes(column) for column in nested.values()), np.zeros(batch.num_rows, dtype=np.int64))
-    bad = sizes > max_bytes
+def without_oversized_rows(batch: pa.RecordBatch, max_bytes: int, id_column: str) -> tuple[pa.RecordBatch, Mask]:
+    """The batch with nulls in rows of more than `max_bytes`, but for their ids, and which rows: bool [rows]."""
+    bad = row_sizes(batch) > max_bytes
     if bad.any():
         rows = pa.array(np.arange(batch.num_rows), mask=bad)  # a null index gives a null
-        for name, column in nested.items():
-            batch = batch.set_column(batch.schema.get_field_index(name), name, column.take(rows))
+        for at, field in enumerate(batch.schema):
+            if field.name != id_column:
+                batch = batch.set_column(at, field.name, batch.column(at).take(rows))
     return batch, bad
 
 
