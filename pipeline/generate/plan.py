@@ -25,7 +25,7 @@ from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.generate.stopping import stop_on_sigterm
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
-from pipeline.input.input_plan import InputPlan, columns_of, plan_input
+from pipeline.input.input_plan import InputPlan, columns_of, plan_input, unused_sampling
 from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.sample_prompts import remark_on_last_messages
 from pipeline.input.scan import FileScan
@@ -97,8 +97,9 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     id_sum = sum_input(plan, scans, config.input)
     log(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     columns = columns_of(scans, listing.format)
-    for text in unknown_names(config.input, columns):
-        log(text)
+    for text in [*unknown_names(config.input, columns), unused_sampling(columns, listing.format, config.input)]:
+        if text is not None:
+            log(text)
     if earlier is None and (remark := unused_chat_template(chat, config, listing.format)):
         log(remark)
     chat = used_chat_template(chat, config, listing.format, scans, log)

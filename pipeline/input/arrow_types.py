@@ -18,6 +18,11 @@ MAX_TYPE_LEAVES: Final = 1000  # an object used as a map has new keys in every r
 EXACT_DOUBLE: Final = 2**53  # integers up to here are exact in float64
 
 
+def whole_number(value: float) -> str | None:
+    """The digits of a float that is an integer; None for others, and for those that a float cannot tell apart."""
+    return str(int(value)) if value.is_integer() and abs(value) <= EXACT_DOUBLE else None
+
+
 def infer_json_type(values: Sequence[Json]) -> pa.DataType | None:
     """The Arrow type that holds every value exactly, or None: then the column has to be JSON text.
 

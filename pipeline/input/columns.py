@@ -4,6 +4,7 @@ Text inside lists and structs is not checked for valid UTF-8. Which type several
 `arrow_types`.
 """
 
+import uuid
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,11 +14,14 @@ import pyarrow.compute as pc
 
 from pipeline.arrow_cast import retyped
 from pipeline.config.job import ConfigError, InputConfig
+from pipeline.input.arrow_types import whole_number
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import SourceFile
 from pipeline.input.ids import Mask, made_id
 from pipeline.input.prompt_templates import reads_column
 from pipeline.schema import PROMPT, RESERVED_COLUMNS, SOURCE_SCHEMA
+
+UUID = pa.binary(16)
 
 
 def own_columns(config: InputConfig) -> frozenset[str]:
@@ -80,8 +84,20 @@ def is_text_type(type_: pa.DataType) -> bool:
     return any(check(type_) for check in checks)
 
 
+def is_prompt_type(type_: pa.DataType) -> bool:
+    """Whether it is text, or bytes, which writers without a type for text store."""
+    plain = type_.value_type if pa.types.is_dictionary(type_) else type_
+    checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+    return is_text_type(type_) or any(check(plain) for check in checks)
+
+
 def is_id_type(type_: pa.DataType) -> bool:
-    return is_text_type(type_) or pa.types.is_integer(type_.value_type if pa.types.is_dictionary(type_) else type_)
+    """Whether it is text, bytes, or a type of whole numbers or UUIDs. A column of floats may hold whole numbers."""
+    type_ = type_.storage_type if isinstance(type_, pa.BaseExtensionType) else type_
+    plain = type_.value_type if pa.types.is_dictionary(type_) else type_
+    is_number = pa.types.is_integer(plain) or pa.types.is_floating(plain)
+    is_whole = pa.types.is_decimal(plain) and plain.scale == 0
+    return is_prompt_type(type_) or is_number or is_whole or plain == UUID
 
 
 def is_messages_type(type_: pa.DataType) -> bool:
@@ -155,8 +171,34 @@ def cast_views(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def to_text(column: pa.Array) -> tuple[pa.Array, Mask]:
-    """A string or integer column as `string`, with nulls for invalid UTF-8, and where these are: bool [rows]."""
-    return without_invalid_utf8(column.cast(plain_type(column.type)).cast(pa.string()))
+    """A column of prompts or ids as `string`, with nulls for invalid UTF-8 and for fractions, and where these are: bool
+    [rows]."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        column = column.storage
+    column = column.cast(plain_type(column.type))
+    if pa.types.is_floating(column.type):
+        return _whole_numbers(column)
+    if column.type == UUID:
+        column = pa.array([value and str(uuid.UUID(bytes=value)) for value in column.to_pylist()], pa.string())
+    elif pa.types.is_binary(column.type):
+        column = column.view(pa.string())  # a cast would raise for invalid UTF-8
+    elif pa.types.is_large_binary(column.type):
+        column = column.view(pa.large_string())
+    return without_invalid_utf8(column.cast(pa.string()))
+
+
+def _whole_numbers(column: pa.Array) -> tuple[pa.Array, Mask]:
+    """Integers that other programs wrote as floats; NaN is how pandas has a missing one."""
+    values = [None if value is None or value != value else value for value in column.to_pylist()]
+    texts = [None if value is None else whole_number(value) for value in values]
+    bad = [value is not None and text is None for value, text in zip(values, texts, strict=True)]
+    return pa.array(texts, pa.string()), np.array(bad, dtype=bool)
+
+
+def bad_text(type_: pa.DataType) -> str:
+    """What is wrong with a value of that type of which `to_text` makes a null."""
+    plain = type_.value_type if pa.types.is_dictionary(type_) else type_
+    return "is not a whole number" if pa.types.is_floating(plain) else "is not valid UTF-8"
 
 
 def to_python(batch: pa.RecordBatch) -> list[dict[str, object]]:

@@ -3,7 +3,7 @@
 Opens no file. Duplicate ids are found in `id_matching`; rows that are done already are skipped in `read`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -17,7 +17,7 @@ from pipeline.input.columns import check_chosen_id, check_source
 from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS, Locations, Rows
 from pipeline.input.openai_rows import WANTED_URL
-from pipeline.input.prompt_templates import check_format, check_templates
+from pipeline.input.prompt_templates import check_format, check_templates, reads_column
 from pipeline.input.scan import FileScan
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
 
@@ -91,9 +91,27 @@ class InputPlan:
         return replace(self, duplicates=tuple(np.split(local, cuts)), duplicate_of=tuple(np.split(firsts[order], cuts)))
 
 
+SAMPLING_NAMES: Final = frozenset(
+    "temperature top_p top_k min_p seed stop max_tokens max_new_tokens max_completion_tokens ignore_eos "
+    "repetition_penalty presence_penalty frequency_penalty logit_bias".split()
+)
+
+
 def columns_of(scans: Sequence[FileScan], format: str) -> set[str]:
     """The columns of all files, by the names that templates use for them."""
     return {name for scan in scans for name in scan.columns} | ({PROMPT} if format == "text" else set())
+
+
+def unused_sampling(columns: Collection[str], format: str, config: InputConfig) -> str | None:
+    """A remark on columns with the names of sampling parameters, which are carried through and do not sample."""
+    names = sorted(name for name in SAMPLING_NAMES & set(columns) if not reads_column(config, name))
+    if format == "openai_batch" or not names:
+        return None
+    listed, verb = ", ".join(names), "does" if len(names) == 1 else "do"
+    return (
+        f"input: the column{'s' * (len(names) > 1)} {listed} {verb} not change how rows are sampled: sampling.* holds "
+        "for all of them (lines of an OpenAI batch file bring parameters of their own)"
+    )
 
 
 def plan_input(listing: Listing, scans: Sequence[FileScan], config: InputConfig) -> InputPlan:

@@ -10,6 +10,7 @@ from typing import Final
 
 from pipeline.config.job import InputConfig
 from pipeline.formatting import Json
+from pipeline.input.arrow_types import whole_number
 from pipeline.input.line_reader import InputRow, JsonObject, LongLine, RowError, describe_utf8, is_clean
 from pipeline.json_size import FEW_MARKS, MARK_BYTES, MAX_MARKS, count_marks
 from pipeline.schema import BAD_LINE, PROMPT_MISSING, PROMPT_NOT_TEXT
@@ -103,9 +104,11 @@ def jsonl_row(row: InputRow, value: JsonObject, config: InputConfig) -> None:
         row.id = given or None
     elif type(given) is int:
         row.id = str(given)
+    elif isinstance(given, float) and (digits := whole_number(given)) is not None:
+        row.id = digits
     elif given is not None:
         kind = json_kind(given)
-        row.fail(BAD_LINE, f"id column {config.id_column!r} must be a string or an integer, got {kind}")
+        row.fail(BAD_LINE, f"id column {config.id_column!r} must be a string or a whole number, got {kind}")
     column = config.text_column or config.messages_column
     if column is None:
         return

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from pipeline.config.job import InputConfig
 from pipeline.input.arrow_files import arrow_batches, open_arrow, stored_schema
 from pipeline.input.columns import (
+    bad_text,
     cast_plain,
     cast_views,
     parquet_ids,
@@ -28,7 +29,7 @@ from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_loca
 from pipeline.input.input_plan import ROW_SCHEMA, InputPlan
 from pipeline.input.json_rows import to_json
 from pipeline.input.line_reader import BLOCK_BYTES, InputRow
-from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_oversized_lists
+from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_oversized_rows
 from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
 from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
 
@@ -144,11 +145,11 @@ def _read_batches(plan: InputPlan, index: int, config: InputConfig, rows_per_blo
             batches = parquet_batches(source, stack.enter_context(pq.ParquetFile(source)), READ_ROWS)
         first = 0
         for whole in batches:
-            batch, is_oversized = without_oversized_lists(cast_views(whole), limit)
+            batch, is_oversized = without_oversized_rows(cast_views(whole), limit, config.id_column)
             sizes = row_sizes(batch)
             for start, end in itertools.pairwise(block_cuts(sizes, BLOCK_BYTES, rows_per_block)):
                 errors = _Errors(end - start, file.name, first + start)
-                reason = f"its lists hold more than limits.max_line_bytes ({limit})"
+                reason = f"its values hold more bytes than limits.max_line_bytes allows ({limit})"
                 errors.set(is_oversized[start:end], BAD_LINE, reason)
                 part = own_rows(batch, start, end)
                 yield _from_batch(part, sizes[start:end], file, first + start, plan, config, errors)
@@ -167,7 +168,8 @@ def _from_batch(
     count = batch.num_rows
     if config.id_column in batch.schema.names:
         ids, _, bad_ids = parquet_ids(batch.column(config.id_column), file, first)
-        errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} is not valid UTF-8")
+        why = bad_text(batch.schema.field(config.id_column).type)
+        errors.set(bad_ids, BAD_LINE, f"column {config.id_column!r} {why}")
     else:
         ids = pa.array([made_id(file.name, first + row) for row in range(count)], pa.string())
     prompts, bad_prompts = pa.nulls(count, pa.string()), np.zeros(count, bool)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -24,7 +25,7 @@ from pipeline.input.columns import (
     check_source,
     is_id_type,
     is_messages_type,
-    is_text_type,
+    is_prompt_type,
     own_columns,
     parquet_ids,
     plain_type,
@@ -49,6 +50,7 @@ from pipeline.input.ids import (
 from pipeline.input.line_reader import BLOCK_BYTES, InputRow
 from pipeline.input.memory_limits import block_cuts, decoded_bytes, parquet_batches
 from pipeline.input.openai_rows import BATCH_COLUMNS, URLS
+from pipeline.input.parquet_pages import refuse_large_pages
 from pipeline.openai_format.parameters import asks_for_choice
 
 SCANNED_ROWS = 65536  # at a time
@@ -210,6 +212,8 @@ def _open_table(listing: Listing, file: SourceFile, config: InputConfig) -> Iter
         return
     source = listing.filesystem.open_input_file(file.path)
     with pq.ParquetFile(source) as parquet:
+        is_local = isinstance(listing.filesystem, pafs.LocalFileSystem)
+        refuse_large_pages(source, parquet.metadata, file.path, listing.max_line_bytes, is_local=is_local)
         names = [config.id_column] if config.id_column in parquet.schema_arrow.names else []
         num_bytes = sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups))
         batches = parquet_batches(source, parquet, SCANNED_ROWS, names)
@@ -273,9 +277,9 @@ def _check_types(schema: pa.Schema, file: SourceFile, config: InputConfig) -> No
         raise ConfigError("input.path", f"{file.path} has more than one column {repeated[0]!r}")
     check_source(names, file.path, config)
     for key, column, is_fit, wanted in (
-        ("prompt_column", config.text_column, is_text_type, "a prompt must be a string"),
+        ("prompt_column", config.text_column, is_prompt_type, "a prompt must be text: cast it"),
         ("messages_column", config.messages_column, is_messages_type, "a conversation is a list of {role, content}"),
-        ("id_column", config.id_column, is_id_type, "an id must be a string or an integer"),
+        ("id_column", config.id_column, is_id_type, "an id must be text or a whole number: cast it"),
     ):
         type_ = schema.field(column).type if column in names else pa.string()
         if column in names and not is_fit(type_) and not (key != "prompt_column" and pa.types.is_null(type_)):

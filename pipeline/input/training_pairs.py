@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 
 from pipeline.config.job import ConfigError, InputConfig
-from pipeline.input.columns import is_text_type, to_text, unknown_columns
+from pipeline.input.columns import is_prompt_type, is_text_type, to_text, unknown_columns
 from pipeline.input.csv_rows import read_csv_header
 from pipeline.input.files import Listing, SourceFile, blame, list_input, open_stream
 from pipeline.input.formats import iter_rows
@@ -174,7 +174,7 @@ def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[st
         schema = parquet.schema_arrow
         _check_columns(file, columns, schema.names)
         for key, name in columns:
-            if not is_text_type(schema.field(name).type):
+            if not is_prompt_type(schema.field(name).type):
                 type_ = schema.field(name).type
                 raise ConfigError(key, f"{name!r} in {file.path} has type {type_}; it must be a string")
         number, is_of_run = 0, FINISH in schema.names and is_text_type(schema.field(FINISH).type)
@@ -202,12 +202,14 @@ def encode_pairs(
     *,
     is_rendered: bool = False,
 ) -> list[tuple[list[int], list[int]]]:
-    """For each pair the prompt's tokens, with BOS where the model has one, and the response's, with EOS unless cut off.
+    """For each pair the prompt's tokens, with BOS where the model has one, and the response's, with EOS where there is
+    one, unless cut off.
 
     `is_rendered`: all prompts come from a chat template and have their special tokens. Otherwise a prompt that brings
     its own BOS gets no second one.
     """
-    ends = [[tokenizer.end] if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    ends = [end if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
     front = [] if is_rendered else list(tokenizer.front)
     encode = tokenizer.encode_rendered if is_rendered else tokenizer.encode
     prompts = [

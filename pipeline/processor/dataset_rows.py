@@ -17,7 +17,7 @@ from pipeline.input.columns import (
     check_chosen_id,
     check_source,
     is_id_type,
-    is_text_type,
+    is_prompt_type,
     own_columns,
     to_python,
     to_text,
@@ -129,9 +129,9 @@ def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: li
 
 def _texts(column: pa.ChunkedArray, name: str) -> tuple[list[str | None], list[str], list[str]]:
     """The text of each row or None, and its error code and message."""
-    values = column.to_pylist() if not is_text_type(column.type) else []
+    values = column.to_pylist() if not is_prompt_type(column.type) else []
     bad = np.zeros(len(column), bool)
-    if is_text_type(column.type):
+    if is_prompt_type(column.type):
         parts = [to_text(chunk) for chunk in column.chunks]
         values = [value for texts, _ in parts for value in texts.to_pylist()]
         bad = np.concatenate([bad[:0], *(mask for _, mask in parts)])

@@ -45,7 +45,7 @@ def test_jsonl_bad_lines(tmp_path: Path) -> None:
         (
             b'{"prompt": "x", "id": 1.5}',
             "bad_line",
-            "id column 'id' must be a string or an integer, got a number",
+            "id column 'id' must be a string or a whole number, got a number",
         ),
         (b'{"prompt": "x", "id": true}', "bad_line", "got true/false"),
         (b'{"prompt": "x", "id": {"a": 1}}', "bad_line", "got an object"),
