@@ -40,7 +40,7 @@ class ResolvedModel:
 def check_model(config: JobConfig, log: Log) -> ResolvedModel:
     """Finds the checkpoint, checks its files and the keys that depend on it, and resolves the schedule."""
     try:
-        folder, model_config, adapter = find_model(config.model.source, config.model.adapter)
+        folder, model_config, adapter = find_model(config.model.source, config.model.adapter, log)
         tokenizer = config.model.tokenizer
         Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, model_config)
         decode = resolve_decode(config, model_config, log)
@@ -109,12 +109,16 @@ def full_by_default(model: ResolvedModel, config: JobConfig) -> str | None:
     )
 
 
-def find_model(source: str, adapter: str | None) -> tuple[Path, DecoderConfig, Path | None]:
-    """The folders of a model and its adapter and the configuration of both; ValueError where they do not fit."""
+def find_model(source: str, adapter: str | None, log: Log) -> tuple[Path, DecoderConfig, Path | None]:
+    """The folders of a model and its adapter and the configuration of both; ValueError where they do not fit.
+
+    Says what of the model's files has no effect (`check_folder`).
+    """
     folder = resolve_source(source)
     model_config = read_config(folder)
     adapter_folder = None if adapter is None else resolve_adapter(adapter)
-    check_folder(folder, adapter_folder)
+    for remark in check_folder(folder, adapter_folder):
+        log(f"model.source: {remark}")
     return folder, model_config if adapter_folder is None else adapted(model_config, adapter_folder), adapter_folder
 
 

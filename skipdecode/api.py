@@ -5,6 +5,7 @@ float32). It does not stream corpora, use several workers or turn bad prompts in
 whatever cannot be done is a ValueError before anything is decoded.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, get_args
 from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.checkpoint.weights import load_model
+from skipdecode.checkpoint.weights import check_folder, load_model
 from skipdecode.config.model import Quantization
 from skipdecode.config.sampling import Sampling, is_unicode
 from skipdecode.engine.generate import generate as decode_batch
@@ -73,7 +74,8 @@ def load(
     device: str = "auto",
     quantization: Quantization | None = None,
 ) -> TextModel:
-    """Loads the model of a folder, a hub id or a `.gguf` file. ValueError names an argument that does not fit.
+    """Loads the model of a folder, a hub id or a `.gguf` file. ValueError names an argument that does not fit, and a
+    warning what of the files has no effect.
 
     `adapter`: the folder of a LoRA adapter, merged into the weights. `tokenizer`: a folder or hub id with the
     tokenizer's files, where they are not beside the model. `dtype`: auto, float32, bfloat16 or float16; auto takes
@@ -84,8 +86,11 @@ def load(
         raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
     target = available_device(device)
     torch_dtype = choose_dtype(dtype, target)
-    files = source if tokenizer is None else resolve_source(str(tokenizer), "tokenizer")
-    model = load_model(source, adapter=adapter, device=target, dtype=torch_dtype).pack(quantization)
+    folder = resolve_source(str(source))
+    files = folder if tokenizer is None else resolve_source(str(tokenizer), "tokenizer")
+    for remark in check_folder(folder, adapter):
+        warnings.warn(remark, stacklevel=2)
+    model = load_model(folder, adapter=adapter, device=target, dtype=torch_dtype).pack(quantization)
     return TextModel(model, Tokenizer(files, model.config))
 
 

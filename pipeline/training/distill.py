@@ -87,7 +87,7 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
     if config.model.source is None or config.model.swiftkv is None:
         raise ConfigError("model", "give source and swiftkv, the model and the shape of what it is given")
     try:
-        folder, model_config, adapter = find_model(config.model.source, config.model.adapter)
+        folder, model_config, adapter = find_model(config.model.source, config.model.adapter, log)
     except ValueError as error:
         raise ConfigError.parse(error) from error
     try:

@@ -70,7 +70,7 @@ class PlannedTraining:
 def plan_training(config: FinetuneConfig, log: Log) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
-    source, model_config, adapter = _check_model(config.model)
+    source, model_config, adapter = _check_model(config.model, log)
     lora = check_lora(config, model_config)
     if lora is not None and adapter is not None:
         with blame(""):
@@ -160,7 +160,7 @@ def _check_output(config: FinetuneConfig) -> tuple[TrainingFolder, TrainingState
     return folder, folder.check(config.output.if_exists)
 
 
-def _check_model(model: FinetuneModel) -> tuple[Path | None, DecoderConfig, Path | None]:
+def _check_model(model: FinetuneModel, log: Log) -> tuple[Path | None, DecoderConfig, Path | None]:
     """The folder of the weights, their configuration, and the folder of the adapter."""
     if model.source is None:
         if model.adapter is not None:
@@ -168,7 +168,7 @@ def _check_model(model: FinetuneModel) -> tuple[Path | None, DecoderConfig, Path
         with blame("model.shape: "):
             return None, OPTConfig(**model.shape.model_dump()), None
     with blame(""):
-        return find_model(model.source, model.adapter)
+        return find_model(model.source, model.adapter, log)
 
 
 def _check_swiftkv(config: FinetuneConfig, model_config: DecoderConfig) -> SwiftKVConfig | None:

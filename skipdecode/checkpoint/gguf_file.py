@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
-__all__ = ["chat_template", "checked", "read_config", "shapes", "tensors"]
+__all__ = ["chat_template", "checked", "read_config", "tensors", "weights"]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SIZES = {
@@ -31,7 +31,7 @@ SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 TYPES = (
-    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
 )  # fmt: skip
 ROPE_FREQS = "rope_freqs.weight"
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -68,10 +68,9 @@ def checked(path: str | Path, use: Callable[[dict[str, Any]], Made]) -> Made:
         raise ValueError(f"{path}: its metadata cannot be read: {error}") from error
 
 
-def shapes(path: str | Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Hugging Face names and shapes of all weights, without reading them. ValueError for an unsupported type."""
-    for name, info in _weights(path, read_header(path)):
-        yield name, info.shape
+def weights(path: str | Path) -> Iterator[tuple[str, TensorInfo]]:
+    """Hugging Face names of all weights, and what the header says of them. ValueError for an unsupported type."""
+    yield from _weights(path, read_header(path))
 
 
 def tensors(path: str | Path) -> Iterator[tuple[str, "Tensor"]]:
@@ -83,9 +82,9 @@ def tensors(path: str | Path) -> Iterator[tuple[str, "Tensor"]]:
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config["model_type"] != "llama":
         heads = {}  # only the rows of Llama are permuted
-    weights = list(_weights(path, header))
+    found = list(_weights(path, header))
     data = np.memmap(path, mode="r", dtype=np.uint8)
-    for name, info in weights:
+    for name, info in found:
         raw = data[info.start : info.start + info.num_bytes].reshape(math.prod(info.shape[:-1]), -1)
         # errstate: a damaged file may hold infinities
         with np.errstate(all="ignore"):

@@ -7,6 +7,8 @@ ValueError that names it.
 import math
 import mmap
 import struct
+import sys
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The `struct` format of each type of value: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64."""
 MAX_DIMS = 4  # GGML_MAX_DIMS
+MAX_HEADER_BYTES = 64 << 20
+"""Most of a header is the vocabulary and its merges, 10 to 20 MB in the largest ones. As Python's objects they take a
+multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class _Cursor:
     def need(self, count: int) -> None:
         if count > self.size - self.at:
             raise ValueError(f"it is truncated, or damaged: {count} bytes should follow byte {self.at} of {self.size}")
+        if self.at + count > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {MAX_HEADER_BYTES >> 20} MiB")
 
     def take(self, kinds: str) -> tuple[Any, ...]:
         width = struct.calcsize("<" + kinds)
@@ -92,8 +99,13 @@ class _Cursor:
             return [self.text() for _ in range(count)]
         if inner not in SCALARS:
             raise ValueError(f"arrays of type {inner} are not supported, before byte {self.at}")
-        self.need(struct.calcsize("<" + SCALARS[inner]) * count)
-        return list(self.take(f"{count}{SCALARS[inner]}"))
+        num_bytes = struct.calcsize("<" + SCALARS[inner]) * count
+        self.need(num_bytes)
+        start, self.at = self.at, self.at + num_bytes
+        values = array("B" if SCALARS[inner] == "?" else SCALARS[inner], self.data[start : self.at])
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values
 
 
 def _parse(cursor: _Cursor) -> Header:
@@ -129,6 +141,8 @@ def _parse(cursor: _Cursor) -> Header:
         if name in tensors:
             raise ValueError(f"tensor {name!r} is there twice")
         tensors[name] = info
+    if (total := sum(info.num_bytes for info in tensors.values())) > cursor.size:
+        raise ValueError(f"its tensors overlap: they have {total} bytes, the file {cursor.size}")
     return Header(metadata, tensors, min(start, cursor.size))
 
 

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from skipdecode.checkpoint.gguf_header import read_header
 
 CONTROL, USER_DEFINED = 3, 4  # llama_token_type
+MAX_PIECE_CHARS = 1024  # SentencePiece makes 16 unless it is told otherwise
 NAMED = ("bos", "eos", "unknown", "padding", "eot", "eom")
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -147,6 +148,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
 def merges_of(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """All merges of two tokens to a third, best score first, with ties as in transformers' converter."""
     found = []
+    if (longest := max(map(len, scores), default=0)) > MAX_PIECE_CHARS:  # all its cuts are tried
+        raise ValueError(f"tokenizer.ggml.tokens has one of {longest} characters")
     for token, score in scores.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         own = [(left, right, score) for left, right in cuts if left in vocab and right in vocab]

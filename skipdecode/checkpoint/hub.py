@@ -39,8 +39,13 @@ def resolve_source(source: str, key: str = "model.source") -> Path:
             f"{key}: the demo model {source} is not here; run in the project's folder, or set {key} to a folder, a hub "
             "id or a .gguf file"
         )
-    if folder.is_absolute() or source.startswith(".") or source.count("/") != 1 or (folder.parent).is_dir():
+    if folder.is_absolute() or source.startswith(".") or source.count("/") != 1:
         raise ValueError(f"{key}: {source!r} is not a folder, nor a .gguf file")
+    if folder.parent.is_dir():  # most likely a path with a typing error, which must not be sent to the hub
+        raise ValueError(
+            f"{key}: {source!r} is not a folder, nor a .gguf file; if it is meant as a hub id, the folder "
+            f"{folder.parent.resolve()} hides it: run in another folder, or rename that one"
+        )
     from huggingface_hub import snapshot_download  # only a hub id needs it
 
     pinned = PINNED.fullmatch(source)

@@ -60,6 +60,9 @@ class LoraKeys:
             raise ValueError(f"expected a mapping, got {type(raw).__name__}")
         _refuse_unsupported(raw)
         pattern = raw.get("layers_pattern")
+        patterns = [pattern] if isinstance(pattern, str) and pattern else _names(raw, "layers_pattern")
+        for one in patterns:
+            _compile("layers_pattern", one)
         return cls(
             r=_number(raw, "r", raw.get("r", 8), int),
             lora_alpha=_number(raw, "lora_alpha", raw.get("lora_alpha", 8), float),
@@ -69,7 +72,7 @@ class LoraKeys:
             target_modules=_names(raw, "target_modules"),
             exclude_modules=_names(raw, "exclude_modules"),
             layers_to_transform=_layers(raw.get("layers_to_transform"), raw.get("target_modules")),
-            layers_pattern=[pattern] if isinstance(pattern, str) and pattern else _names(raw, "layers_pattern"),
+            layers_pattern=patterns,
         )
 
     def changes(self, module: str) -> bool:
@@ -104,9 +107,14 @@ class Adapter:
     """The modules that it changes, by Hugging Face name."""
 
     def merged(self, module: str, weight: Tensor) -> Tensor:
-        """A weight [out, in] of that module with the adapter merged, in float32; unchanged if it has no adapter."""
+        """A weight [out, in] of that module with the adapter merged, in float32; unchanged if it has no adapter.
+
+        The adapter's own copy of the weight (`base_name`) comes first, as in PEFT.
+        """
         if module not in self.modules or weight.dim() != 2:  # biases stay as they are
             return weight
+        if base_name(module) in self._file.keys():  # noqa: SIM118 - safe_open is no mapping
+            weight = self._file.get_tensor(base_name(module))
         a, b = self.matrices(module)
         merged: Tensor = weight.float() + self.keys.scale(module) * (b @ a)
         return merged
@@ -190,8 +198,12 @@ def _check_tensors(
     found: Mapping[str, tuple[int, ...]],
     linears: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises ValueError unless the tensors are A and B of exactly these modules."""
+    """Raises ValueError unless the tensors are A and B of exactly these modules; their weights may be there, too."""
     left = dict(found)
+    for module in modules:
+        name, wanted = base_name(module), linears[module]
+        if (shape := left.pop(name, wanted)) != wanted:
+            raise ValueError(f"tensor {name!r} is {list(shape)}, the model's is {list(wanted)}")
     for module in modules:
         rank, (rows, columns) = keys.rank(module), linears[module]
         for which, shape in (("A", (rank, columns)), ("B", (rows, rank))):
@@ -226,6 +238,11 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def tensor_name(module: str, which: str) -> str:
     """The name of the tensor A or B (`which`) of a module."""
     return f"base_model.model.{module}.lora_{which}.weight"
+
+
+def base_name(module: str) -> str:
+    """The name of the weight that an adapter was trained on, which PEFT stores for LoRA on an LM head."""
+    return f"base_model.model.{module}.base_layer.weight"
 
 
 def _is_named(module: str, names: str | Sequence[str]) -> bool:

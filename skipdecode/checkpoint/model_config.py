@@ -1,11 +1,38 @@
 """The configuration of a model from its files: a Hugging Face folder or a GGUF file. No torch."""
 
-import json
 from pathlib import Path
+from typing import Any
 
-from skipdecode.config.json_files import read_eos
+from skipdecode.config.json_files import read_json, read_mapping
 from skipdecode.config.model import DecoderConfig
-from skipdecode.families import config_of
+from skipdecode.families import FAMILIES, config_of
+
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+ADAPTER_FILE = "adapter_config.json"
+EOS = "eos_token_id"
+GREEDY_KEYS: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "guidance_scale": 1,
+    "num_beams": 1,
+    "stop_strings": None,
+    "token_healing": False,
+    "watermarking_config": None,
+    "max_time": None,
+}
+"""Keys of generation_config.json by which transformers' greedy `generate` gives another text, and the values without
+effect besides null (transformers 5.24, `generation/utils.py`)."""
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
@@ -17,21 +44,56 @@ def read_config(folder: str | Path) -> DecoderConfig:
         from skipdecode.checkpoint import gguf_file  # imports numpy, which a head node need not have
 
         return gguf_file.checked(folder, config_of)
-    path = Path(folder) / "config.json"
+    path = Path(folder) / CONFIG_FILE
+    raw = _read_raw(path)
+    eos = read_mapping(path.with_name(GENERATION_FILE)).get(EOS)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; expected a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    generation = Path(folder) / "generation_config.json"
-    try:
-        eos = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:
-        eos = None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{generation}: cannot be read: {error}") from error
-    try:
-        return config_of(raw if eos is None else raw | {"eos_token_id": read_eos("eos_token_id", eos)})
+        return config_of(raw if eos is None else raw | {EOS: eos})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
+    """What of config.json and generation_config.json has no effect, or another one than in transformers; a line
+    each."""
+    if folder.is_file():
+        return []
+    raw, remarks = _read_raw(folder / CONFIG_FILE), []
+    is_apart = (folder / GENERATION_FILE).is_file()
+    name = GENERATION_FILE if is_apart else CONFIG_FILE
+    generation = read_mapping(folder / name)
+    values = {key: generation.get(key) for key in GREEDY_KEYS}
+    changed = [key for key, value in values.items() if value not in (None, [], {}) and value != GREEDY_KEYS[key]]
+    if changed:
+        listed = ", ".join(f"{key}={values[key]!r:.40}" for key in changed)
+        remarks.append(
+            f"{folder / name}: {listed} has no effect here, while transformers' generate applies it: greedy texts "
+            "differ (docs/models.md)"
+        )
+    if generation.get(EOS) is None and config.eos_token_ids:
+        whose = f"of {CONFIG_FILE}" if raw.get(EOS) is not None else f"that {config.model_type} has by default"
+        remarks.append(
+            f"{folder / name}: no {EOS}; texts end at {config.eos_token_ids}, {whose}, while transformers' generate "
+            "goes on"
+        )
+    elif not config.eos_token_ids:
+        remarks.append(f"{folder}: no {EOS}: texts end at sampling.max_new_tokens alone")
+    if raw.get("auto_map"):
+        remarks.append(
+            f"{folder / CONFIG_FILE}: auto_map names code of its own, which is not run: the model is decoded as "
+            f"{FAMILIES[config.model_type].architecture}"
+        )
+    return remarks
+
+
+def _read_raw(path: Path) -> dict[str, Any]:
+    """The contents of a config.json; ValueError says what a folder without one may be."""
+    if not path.is_file():
+        if path.with_name(ADAPTER_FILE).is_file():
+            base = read_mapping(path.with_name(ADAPTER_FILE)).get("base_model_name_or_path") or "<its base model>"
+            raise ValueError(f"{path.parent} is an adapter: model.adapter={path.parent} model.source={base}")
+        raise ValueError(f"{path}: no such file; expected a Hugging Face model folder")
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: expected a mapping, got {type(raw).__name__}")
+    return raw

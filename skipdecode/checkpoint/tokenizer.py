@@ -5,7 +5,9 @@ Other models add special tokens as Hugging Face's `AutoTokenizer` does (`tokeniz
 no tokens. Special tokens never appear in decoded text.
 """
 
+import base64
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from skipdecode.config.model import DecoderConfig
 from skipdecode.families import FAMILIES
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0 to 3 in every OPT vocabulary
+MAX_GROWTH = 1000
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # in SentencePiece vocabularies
 
 
@@ -33,36 +36,48 @@ class Tokenizer:
         self._rules = FAMILIES[config.model_type].tokenizer
         try:
             self._tokenizer = self._load(folder, config)
+            self._refuse_growth(folder)
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+            self._special = self._special_ids(config, vocabulary)
+            self.max_token_chars = max(map(len, vocabulary), default=1)
+            """An upper bound on the characters of text that one token stands for."""
+            if max(vocabulary.values(), default=-1) >= config.vocab_size:
+                raise ValueError(
+                    f"{folder}: the tokenizer has token ids up to {max(vocabulary.values())}, "
+                    f"the model only {config.vocab_size} tokens"
+                )
+            self.front: tuple[int, ...] = self._front(config)
+            """What `encode` puts before a text: BOS or nothing."""
+            self.end = self._end(folder, config, vocabulary)
+            """The token that ends a complete answer, the tokenizer's own EOS if the model has several; None without
+            one."""
+            self.decode = self._decoder(vocabulary)
+            """Decodes tokens without the special ones; bytes that are no valid UTF-8 become U+FFFD."""
         except ValueError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ValueError(f"{folder}: tokenizer.json (or vocab.json, merges.txt) cannot be read: {error}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._special = self._special_ids(config, vocabulary)
-        self.max_token_chars = max(map(len, vocabulary), default=1)
-        """An upper bound on the characters of text that one token stands for."""
-        if max(vocabulary.values(), default=-1) >= config.vocab_size:
-            raise ValueError(
-                f"{folder}: the tokenizer has token ids up to {max(vocabulary.values())}, "
-                f"the model only {config.vocab_size} tokens"
-            )
-        self.front: tuple[int, ...] = self._front(config)
-        """What `encode` puts before a text: BOS or nothing."""
-        self.end = self._end(folder, config, vocabulary)
-        """The token that ends a complete answer: the tokenizer's own EOS if the model has several."""
-        self.decode = self._decoder(vocabulary)
-        """Decodes tokens without the special ones; bytes that are no valid UTF-8 become U+FFFD."""
 
     def _load(self, folder: Path, config: DecoderConfig) -> tokenizers.Tokenizer:
-        if folder.is_file():
-            from skipdecode.checkpoint import gguf_tokenizer  # only a GGUF file needs it
+        with _panics_are_errors():
+            if folder.is_file():
+                from skipdecode.checkpoint import gguf_tokenizer  # only a GGUF file needs it
 
-            return gguf_tokenizer.tokenizer(folder)
-        if self._rules.is_opt:
-            return load_opt_folder(folder)
-        return load_folder(folder, config.vocab_size, is_file_alone=self._rules.is_file_alone)
+                return gguf_tokenizer.tokenizer(folder)
+            if self._rules.is_opt:
+                return load_opt_folder(folder)
+            return load_folder(folder, config.vocab_size, is_file_alone=self._rules.is_file_alone)
+
+    def _refuse_growth(self, folder: Path) -> None:
+        """ValueError for rules by which a character may become a megabyte: they would multiply every prompt."""
+        for part in (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer, self._tokenizer.decoder):
+            rules = _rules(json.loads(part.__getstate__())) if part is not None else ()
+            if math.prod(max(1, _growth(rule)) for rule in rules) > MAX_GROWTH:
+                raise ValueError(
+                    f"{folder}: tokenizer.json has rules that make a text more than {MAX_GROWTH} times as long"
+                )
 
     def _special_ids(self, config: DecoderConfig, vocabulary: Mapping[str, int]) -> set[int]:
         special = {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -77,13 +92,15 @@ class Tokenizer:
         if self._rules.is_opt:
             return () if config.bos_token_id is None else (config.bos_token_id,)
         (bare,), (dressed,) = (self._ids(["a"], add_special_tokens=add) for add in (False, True))
+        if len(dressed) > MAX_GROWTH:
+            raise ValueError(f"the tokenizer adds {len(dressed) - len(bare)} tokens to every text")
         at = next((n for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), 0)
         return tuple(dressed[:at])
 
-    def _end(self, folder: Path, config: DecoderConfig, vocabulary: Mapping[str, int]) -> int:
-        ends = config.eos_token_ids
+    def _end(self, folder: Path, config: DecoderConfig, vocabulary: Mapping[str, int]) -> int | None:
+        ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
         named = vocabulary.get(eos_token(folder)) if len(ends) > 1 and folder.is_dir() else None
-        return named if named in ends else ends[0]
+        return named if named in ends else next(iter(ends), None)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """One list of tokens per text, including the special tokens of the model."""
@@ -107,7 +124,7 @@ class Tokenizer:
 
     def _decoder(self, vocabulary: Mapping[str, int]) -> TextDecoder:
         decoder = self._tokenizer.decoder
-        kinds = set(_kinds(json.loads(decoder.__getstate__()))) if decoder is not None else set()
+        kinds = {rule["type"] for rule in _rules(json.loads(decoder.__getstate__()))} if decoder is not None else set()
         if kinds == {"ByteLevel"}:
             return TextDecoder(self._text)
         found = {number: BYTE_TOKEN.fullmatch(token) for token, number in vocabulary.items()}
@@ -129,13 +146,22 @@ class Tokenizer:
         return lambda tokens: self._text([anchor, *tokens])[length:]
 
 
-def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
-    """The types of the parts of a decoder."""
-    if decoder["type"] == "Sequence":
-        for part in decoder["decoders"]:
-            yield from _kinds(part)
+def _rules(part: Any) -> Iterator[dict[str, Any]]:
+    """The rules that a normalizer, a pre-tokenizer or a decoder consists of."""
+    if part["type"] == "Sequence":
+        for key in ("normalizers", "pretokenizers", "decoders"):
+            for one in part.get(key, ()):
+                yield from _rules(one)
     else:
-        yield decoder["type"]
+        yield part
+
+
+def _growth(rule: dict[str, Any]) -> int:
+    """The most characters that a rule writes in the place of one, or before a text."""
+    if rule["type"] == "Precompiled":  # SentencePiece's: the size of a trie, the trie, and texts that end in a zero
+        table = base64.b64decode(rule["precompiled_charsmap"])
+        return max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
+    return len(rule.get("content") or rule.get("prepend") or "")
 
 
 @contextmanager

@@ -5,22 +5,21 @@ formats. A missing, unexpected or misshapen tensor is an error that names it; no
 """
 
 import json
+import re
 import shutil
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.lora_adapter import KEY as ADAPTER_KEY
 from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter
-from skipdecode.checkpoint.model_config import read_config
+from skipdecode.checkpoint.model_config import config_remarks, read_config
+from skipdecode.checkpoint.weight_files import StoredTensor, WeightFile, open_weights
 from skipdecode.config.model import DecoderConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import dtype_name
@@ -28,7 +27,16 @@ from skipdecode.model.pipeline_parallel import deal
 from skipdecode.model.swiftkv import hf_parts as swiftkv_parts
 from skipdecode.schedules.trained import read_schedules
 
-SHARD_SUFFIXES = (".safetensors", ".bin")
+HEAD = "lm_head.weight"
+LAYER = re.compile(r"layers\.(\d{1,9})\.")
+QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale\w*|SCB|weight\.(absmax|quant_map|quant_state).*)$")
+"""Names of GPTQ, AWQ, compressed-tensors and bitsandbytes."""
+OTHER_HEAD = re.compile(r"(score|classifier|qa_outputs|v_head|value_head)\.")
+"""Heads of classifiers, of question answering, and of reward and value models."""
+MIN_BITS = 2
+"""The smallest weights that a file may hold take more (GGUF's Q2_K has 2.6)."""
+ROTARY_TABLE_BYTES = 1 << 30
+"""A table of rotary positions may have so many bytes, or as many as the weights."""
 
 
 def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
@@ -66,23 +74,32 @@ def load_model(
     """
     folder = resolve_source(str(source))
     config = read_config(folder) if adapter is None else adapted(read_config(folder), Path(adapter).expanduser())
-    with torch.device("meta"):
-        model = Decoder(config)
+    match = match_files(folder, config)
+    model = match.model
     lora = None if adapter is None else adapter_of(adapter, model)
     model.placement = placement = deal(config.num_hidden_layers, devices) if len(devices) > 1 else None
     state = {
         name: torch.empty(p.shape, dtype=dtype, device=device if placement is None else placement.of_weight(name))
         for name, p in model.named_parameters()
     }
-    missing = expected_tensors(model)
-    for theirs, tensor in _tensors(folder):
-        found = _match(folder, theirs, tuple(tensor.shape), missing, config)
-        if found:
-            merged = tensor if lora is None else lora.merged(found.module, tensor)
-            state[found.name][found.rows].copy_(merged)
-    _refuse_missing(folder, missing)
+    for file in match.files:
+        for theirs, tensor in file.tensors():
+            if (part := match.parts.get(theirs)) is not None:
+                target = state[part.name][part.rows]
+                target.copy_(tensor if lora is None else lora.merged(part.module, tensor))
+                _refuse_not_finite(file.path, theirs, tensor, target)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def _refuse_not_finite(path: Path, name: str, tensor: Tensor, loaded: Tensor) -> None:
+    if not _is_finite(loaded):
+        fits_not = f"does not fit {dtype_name(loaded.dtype)}; model.dtype=bfloat16 takes it"
+        raise ValueError(f"{path}: tensor {name!r} {fits_not if _is_finite(tensor) else 'holds NaN or infinity'}")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(end.isfinite()) for end in torch.aminmax(tensor.detach())) if tensor.numel() else True
 
 
 @dataclass(frozen=True)
@@ -134,116 +151,162 @@ def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
     return replace(config, ffn_skip=None, drafts=None)
 
 
-def _match(folder: Path, theirs: str, shape: tuple[int, ...], missing: Expected, config: DecoderConfig) -> Part | None:
-    """Removes a tensor of the files from `missing`; None if it is ignored, ValueError if it does not belong here."""
-    if not theirs.startswith(("model.", "lm_head.")):
-        theirs = "model." + theirs  # some checkpoints leave it out
-    is_copy = config.has_tied_head and theirs == "lm_head.weight"
-    if theirs not in missing:
-        if is_copy or theirs.endswith(config.ignored_tensors):
-            return None
-        raise ValueError(f"{folder}: unexpected tensor {theirs!r}; config.json and weights are of different models")
-    part = missing.pop(theirs)
-    if shape != part.shape:
-        raise ValueError(f"{folder}: tensor {theirs!r} is {list(shape)}, config.json asks for {list(part.shape)}")
-    return part
+@dataclass(frozen=True)
+class FileMatch:
+    """The files of a checkpoint, and where their tensors belong."""
+
+    model: Decoder
+    """On the meta device."""
+    files: list[WeightFile]
+    parts: dict[str, Part]
+    """By the names in the files, without what is ignored."""
+    remarks: list[str]
+    """What is ignored that a user may want to know."""
 
 
-def _refuse_missing(folder: Path, missing: Expected) -> None:
+def match_files(folder: Path, config: DecoderConfig) -> FileMatch:
+    """Finds the weights of a model of that shape by the headers of the files.
+
+    ValueError names a tensor that is missing, unexpected, misshapen or of a type that no weights have. The files bound
+    what is made: a shape that they cannot fill is refused before the model is built.
+    """
+    files = open_weights(folder)
+    num_bytes = sum(file.path.stat().st_size for file in files)
+    stored: dict[str, StoredTensor] = {}
+    names: dict[str, str] = {}
+    for file in files:
+        for theirs, tensor in file.stored.items():
+            if names.setdefault(full_name(theirs), theirs) != theirs or theirs in stored:
+                raise ValueError(f"{file.path}: tensor {theirs!r} is there twice")
+            stored[theirs] = tensor
+    _check_shape(folder, config, names, num_bytes)
+    with torch.device("meta"):
+        model = Decoder(config)
+    parts, beyond = _match(folder, model, names)
+    for theirs, part in parts.items():
+        _check_tensor(folder, theirs, stored[theirs], part)
+    if (needed := sum(stored[theirs].num_bytes for theirs in parts)) > num_bytes:
+        raise ValueError(f"{folder}: the tensors take {needed} bytes, and their files have {num_bytes}")
+    if config.has_tied_head and (head := names.get(HEAD)) and head not in parts:
+        _check_tied(folder, files, names[f"{config.prefix}embed_tokens.weight"], head)
+    remarks = []
+    if beyond:
+        remarks.append(
+            f"{folder}: the weights of {len(beyond)} layers from {min(beyond)} on are not used: num_hidden_layers in "
+            f"config.json is {config.num_hidden_layers}"
+        )
+    return FileMatch(model, files, parts, remarks)
+
+
+def _match(folder: Path, model: Decoder, names: Mapping[str, str]) -> tuple[dict[str, Part], set[int]]:
+    """Where each tensor belongs, by its name in the files, and which layers of the files the model does not have.
+
+    `names`: the names in the files by the full ones. ValueError names a tensor that is missing or unexpected.
+    """
+    config, missing = model.config, expected_tensors(model)
+    embedding = f"{config.prefix}embed_tokens.weight"
+    parts, beyond = dict[str, Part](), set[int]()
+    for name, theirs in names.items():
+        if config.has_tied_head and name == HEAD:
+            if embedding in names:
+                continue  # a copy
+            name = embedding
+        if (part := missing.pop(name, None)) is not None:
+            parts[theirs] = part
+        elif (layer := LAYER.search(name)) and int(layer[1]) >= config.num_hidden_layers:
+            beyond.add(int(layer[1]))
+        elif not name.endswith(config.ignored_tensors):
+            raise ValueError(f"{folder}: unexpected tensor {theirs!r}; {_explained(name)}")
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)!r}")
+    return parts, beyond
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except Exception as error:  # a kind of safetensors' own
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+def full_name(name: str) -> str:
+    """The name of a tensor with the prefix that some checkpoints leave out."""
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
-def check_folder(folder: str | Path, adapter: str | Path | None = None) -> None:
+def _check_shape(folder: Path, config: DecoderConfig, names: Collection[str], num_bytes: int) -> None:
+    """ValueError for a shape that files of so many bytes cannot fill, and for layers that they lack."""
+    most = num_bytes * 8 // MIN_BITS
+    ffn = "intermediate_size" if "intermediate_size" in config.sizes else "ffn_dim"
+    for keys, count in {
+        "vocab_size": config.vocab_size * config.embed_dim,
+        ffn: config.ffn_dim * config.hidden_size,
+        "num_attention_heads": config.q_dim * config.hidden_size,
+        "num_key_value_heads": config.kv_dim * config.hidden_size,
+        "max_position_embeddings": 0 if config.rope else config.max_position_embeddings * config.hidden_size,
+    }.items():
+        if count > most:
+            raise ValueError(
+                f"{folder}: {keys} of config.json asks for a tensor of {count} values, and the weight files have "
+                f"{num_bytes} bytes"
+            )
+    table = config.max_position_embeddings * config.head_dim * 4
+    if config.rope and table > max(num_bytes, ROTARY_TABLE_BYTES):
+        raise ValueError(
+            f"{folder}: max_position_embeddings {config.max_position_embeddings} of config.json needs {table} bytes of "
+            f"rotary positions, more than the {num_bytes} of the weights; set it to the context that you need"
+        )
+    linears = [one for part in ("qkv", "out_proj", "fc1", "fc2") for one in config.layer_parts[part]]
+    for layer in range(config.num_hidden_layers):
+        for linear in linears:
+            if (name := f"{config.prefix}layers.{layer}.{linear}.weight") not in names:
+                raise ValueError(
+                    f"{folder}: tensor {name!r} is missing; num_hidden_layers in config.json is "
+                    f"{config.num_hidden_layers}"
+                )
+
+
+def _check_tensor(folder: Path, name: str, stored: StoredTensor, part: Part) -> None:
+    """ValueError for a tensor that cannot be `part`."""
+    if not stored.is_float:
+        raise ValueError(f"{folder}: tensor {name!r} is {stored.dtype}; quantised weights are not supported")
+    if stored.shape == part.shape:
+        return
+    is_vocabulary = part.name in ("embed_tokens.weight", HEAD) and stored.shape[1:] == part.shape[1:]
+    key = " (vocab_size)" if is_vocabulary else ""
+    raise ValueError(f"{folder}: tensor {name!r} is {list(stored.shape)}, config.json asks for {list(part.shape)}{key}")
+
+
+def _check_tied(folder: Path, files: Sequence[WeightFile], embedding: str, head: str) -> None:
+    """ValueError where a stored head is not the embedding that config.json ties it to: it would not be used."""
+    both = ours, theirs = [next(f for f in files if name in f.stored).tensor(name) for name in (embedding, head)]
+    is_same = ours.shape == theirs.shape and (
+        ours.data_ptr() == theirs.data_ptr()  # as in files of torch
+        or all(torch.equal(a.float(), b.float()) for a, b in zip(*(torch.split(t, 4096) for t in both), strict=True))
+    )
+    if not is_same:
+        raise ValueError(
+            f"{folder}: {head!r} is not {embedding!r}, and tie_word_embeddings in config.json says that it is; set it "
+            "to false to use both, as transformers does, or take one of the two tensors out"
+        )
+
+
+def _explained(name: str) -> str:
+    """What a tensor with that name may come from."""
+    if QUANTISED.search(name):
+        return "the weights are quantised, which is not supported"
+    if OTHER_HEAD.match(name.removeprefix("model.")):
+        return "it is a classifier or a reward model, not a language model"
+    if name.startswith("model.base_model."):
+        return "it belongs to an adapter: model.adapter=<folder> merges one"
+    return "config.json and weights are of different models"
+
+
+def check_folder(folder: str | Path, adapter: str | Path | None = None) -> list[str]:
     """Checks the names and shapes in the weight files, and in an adapter, against config.json; raises ValueError.
 
-    Reads the headers of safetensors and maps `pytorch_model.bin` into memory, so no weights are loaded.
+    Reads headers alone, and of a tied head that is stored the values. Returns what is not used of the folder, one line
+    each.
     """
     folder = Path(folder)
     config = read_config(folder)
-    with torch.device("meta"):
-        model = Decoder(config)
-    missing = expected_tensors(model)
-    for path in weight_files(folder):
-        for theirs, shape in _shapes(path):
-            _match(folder, theirs, shape, missing, config)
-    _refuse_missing(folder, missing)
+    match = match_files(folder, config)
     if adapter is not None:
-        adapter_of(adapter, model)
-
-
-def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if path.suffix == ".safetensors":
-        with _open(path) as file:
-            for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield theirs, tuple(file.get_slice(theirs).get_shape())
-    elif path.suffix == ".gguf":
-        from skipdecode.checkpoint import gguf_file  # the worker of a checkpoint needs no gguf
-
-        yield from gguf_file.shapes(path)
-    else:
-        for theirs, tensor in _load_bin(path).items():
-            yield theirs, tuple(tensor.shape)
-
-
-def _load_bin(path: Path) -> dict[str, Tensor]:
-    mmap = zipfile.is_zipfile(path)  # files from before torch 1.6 are no zip archives and cannot be mapped
-    try:
-        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # pickle and zip raise many kinds
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    return state
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a folder, with one file in memory at a time."""
-    for path in weight_files(folder):
-        if path.suffix == ".safetensors":
-            with _open(path) as file:
-                for theirs in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    yield theirs, file.get_tensor(theirs)
-        elif path.suffix == ".gguf":
-            from skipdecode.checkpoint import gguf_file
-
-            yield from gguf_file.tensors(path)
-        else:
-            yield from _load_bin(path).items()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a Hugging Face folder, safetensors preferred, or the GGUF file itself.
-
-    Raises ValueError if one is missing.
-    """
-    if folder.is_file():
-        return [folder]
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{single}.index.json"
-        if (folder / single).is_file():
-            return [folder / single]
-        if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index}: no index of shards: {error!r}") from error
-            paths = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-            if paths:  # a change elsewhere would not be noticed
-                raise ValueError(f"{index}: names {paths[0]!r}; shards lie beside their index, with bare names")
-            odd = [name for name in names if Path(name).suffix not in SHARD_SUFFIXES]
-            if odd:  # the name decides how it is read, and whether it is in the fingerprint
-                raise ValueError(f"{index}: names {odd[0]!r}; shards end in {' or '.join(SHARD_SUFFIXES)}: rename it")
-            gone = [name for name in names if not (folder / name).is_file()]
-            if gone:
-                raise ValueError(f"{index}: names {gone[0]!r}, which is not in the folder")
-            return [folder / name for name in names]
-    raise ValueError(f"{folder}: no model.safetensors, pytorch_model.bin or index of shards")
+        adapter_of(adapter, match.model)
+    return [*config_remarks(folder, config), *match.remarks]
 
 
 def save_model(model: Decoder, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:

@@ -31,9 +31,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_eos(key: str, value: Any) -> int | tuple[int, ...]:
-    """The checked value of an EOS key: one token id, or several."""
-    ids = value if isinstance(value, list | tuple) else [value]
-    if not ids or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+    """The checked value of an EOS key: one token id, or several; () for null, where nothing ends a text."""
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise ValueError(f"{key} is {value!r}, expected one integer or a list of them")
     return ids[0] if len(ids) == 1 else tuple(ids)
 

@@ -92,6 +92,8 @@ class DecoderConfig:
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
     )  # fmt: skip
     """Fields that must be positive integers."""
+    nullable_sizes: ClassVar[tuple[str, ...]] = ()
+    """Those of them that may be null in config.json."""
     prefix: ClassVar[str]
     """Prefix of the Hugging Face names below."""
     layer_parts: ClassVar[Parts]
@@ -112,6 +114,7 @@ class DecoderConfig:
     max_position_embeddings: int = 2048
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] = 2
+    """(): no token ends a text."""
     pad_token_id: int | None = None
     init_std: float = 0.02
     torch_dtype: str = "float32"
@@ -232,8 +235,8 @@ class DecoderConfig:
     @property
     def filler_token_id(self) -> int:
         """A valid token id for padding, which is never attended to."""
-        pad = self.pad_token_id  # -1 in some checkpoints
-        return self.eos_token_ids[0] if pad is None or not 0 <= pad < self.vocab_size else pad
+        wanted = (self.pad_token_id, *self.eos_token_ids)  # some checkpoints have -1, or an id beyond the vocabulary
+        return next((token for token in wanted if token is not None and 0 <= token < self.vocab_size), 0)
 
     def swiftkv_layer(self, prefill: str) -> int | None:
         """The layer before which prompt tokens stop under `prefill.method`; None: they run all layers."""
@@ -254,8 +257,15 @@ class DecoderConfig:
     @classmethod
     def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """The fields of this class that `raw` has, with the checks that all families share."""
-        if raw.get("quantization_config"):
-            raise ValueError("quantization_config is set, and quantised weights are not supported")
+        if quantized := raw.get("quantization_config"):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            raise ValueError(
+                f"quantization_config is set ({method}), and quantised weights are not supported; take the checkpoint "
+                "that it was made from, or a GGUF file"
+            )
+        for name in cls.sizes:
+            if name in raw and raw[name] is None and name not in cls.nullable_sizes:
+                raise ValueError(f"{name} is null, expected a positive integer")
         known = {name: raw[name] for name in (one.name for one in fields(cls)) if raw.get(name) is not None}
         for one in fields(cls):
             if one.type is bool and one.name in known:
@@ -277,7 +287,8 @@ class DecoderConfig:
         """The contents of a `config.json` that `transformers` opens."""
         raw: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         raw |= {name: getattr(self, name) for name in (one.name for one in fields(self))}
-        raw["eos_token_id"] = self.eos_token_id if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
+        ends = self.eos_token_id
+        raw["eos_token_id"] = ends if isinstance(ends, int) else list(ends) or None
         raw["swiftkv"] = None if self.swiftkv is None else vars(self.swiftkv)
         for key in ("skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv"):
             if raw[key] is None:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+ORIGINAL = "original_max_position_embeddings"
 ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
 }
 """The keys of each kind of scaling."""
 
@@ -47,11 +48,12 @@ def _read_rope(raw: dict[str, Any], key: str, context: int) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KEYS:
         raise ValueError(f"{key}.rope_type is {kind!r}; supported are {', '.join(ROPE_KEYS)}")
-    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    outer = raw.get("partial_rotary_factor")
+    share = given.get("partial_rotary_factor", 1.0 if outer is None else outer)
     values: dict[str, Any] = {"theta": given.get("rope_theta", raw.get("rope_theta", 10_000.0)), "share": share}
-    for name in ROPE_KEYS[kind]:
-        fallback = context if name == "original_max_position_embeddings" else None
-        values[name] = given.get(name, fallback)
+    values |= {name: given.get(name) for name in ROPE_KEYS[kind]}
+    if ORIGINAL in values:  # as in transformers, the top level comes first
+        values[ORIGINAL] = raw.get(ORIGINAL, given.get(ORIGINAL, context))
     for name, value in values.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ValueError(f"{key}.{name} is {value!r}, expected a positive number")

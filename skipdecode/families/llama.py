@@ -31,6 +31,9 @@ class LlamaConfig(DecoderConfig):
     }
     model_parts: ClassVar[Parts] = {"embed_tokens": ("embed_tokens",), "final_norm": ("norm",)}
     ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    nullable_sizes: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "head_dim")
+    stray_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of Llama that the class of this family in transformers does not read."""
     rotary_share: ClassVar[float | None] = 1.0
     """The share of a head's dimensions that are rotated, if the family leaves no choice."""
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {
@@ -189,6 +192,7 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        raw = {key: value for key, value in raw.items() if key not in cls.stray_keys}
         refuse(raw, "hidden_act", "silu")
         refuse(raw, "pretraining_tp", 1)
         cls.refuse_windows(raw)
@@ -196,6 +200,8 @@ class LlamaConfig(DecoderConfig):
         for key in ("num_key_value_heads", "head_dim"):
             if raw.get(key) == 0:
                 raise ValueError(f"{key} is 0, expected a positive integer")
+        if "num_key_value_heads" in raw and raw["num_key_value_heads"] is None:  # not the family's default
+            known["num_key_value_heads"] = 0
         known["has_mlp_bias"] = check_flag("mlp_bias", raw.get("mlp_bias") or False)
         rope = known["rope"] = read_rope(raw, known.get("max_position_embeddings", cls.max_position_embeddings))
         if cls.rotary_share not in (None, rope.share):

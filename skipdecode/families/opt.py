@@ -75,6 +75,8 @@ class OPTConfig(DecoderConfig):
         if width is not None and not (isinstance(width, int) and width >= 1):
             raise ValueError(f"word_embed_proj_dim is {width!r}, expected a positive integer")
         super().__post_init__()
+        if self.bos_token_id is not None and not 0 <= self.bos_token_id < self.vocab_size:
+            raise ValueError(f"bos_token_id is {self.bos_token_id}, and vocab_size is {self.vocab_size}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"

@@ -19,6 +19,7 @@ class Qwen2Config(LlamaConfig):
     model_type: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     tokenizer: ClassVar[TokenizerRules] = TokenizerRules("Qwen2Tokenizer", is_class_fixed=True)
+    stray_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -26,14 +27,11 @@ class Qwen2Config(LlamaConfig):
     max_position_embeddings: int = 32768
     attention_bias: bool = True
     bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] = ()
 
     @property
     def out_bias(self) -> bool:
         return False
-
-    @classmethod
-    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return super().read_fields(raw) | {"attention_bias": True}
 
     @classmethod
     def refuse_windows(cls, raw: dict[str, Any]) -> None:
@@ -57,6 +55,8 @@ class Qwen3Config(Qwen2Config):
     model_type: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     tokenizer: ClassVar[TokenizerRules] = TokenizerRules("Qwen2Tokenizer")
+    nullable_sizes: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
+    stray_keys: ClassVar[tuple[str, ...]] = ("mlp_bias",)
 
     head_dim: int = 128
     attention_bias: bool = False
@@ -68,10 +68,6 @@ class Qwen3Config(Qwen2Config):
     @property
     def has_qk_norm(self) -> bool:
         return True
-
-    @classmethod
-    def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return super().read_fields(raw) | {"attention_bias": raw.get("attention_bias") or False}
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"attention_bias": self.attention_bias}

@@ -18,10 +18,25 @@ class StableLMConfig(LlamaConfig):
     tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {}
     rotary_share: ClassVar[float | None] = None
+    nullable_sizes: ClassVar[tuple[str, ...]] = ()
+    stray_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     num_key_value_heads: int = 32
     layer_norm_eps: float = 1e-5
     use_qkv_bias: bool = False
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim * self.num_attention_heads != self.hidden_size:
+            raise ValueError(f"head_dim is {self.head_dim}; only hidden_size / num_attention_heads is supported")
+        num_rotated = int(self.head_dim * self.rope.share)
+        if num_rotated % 2 or not 0 < num_rotated <= self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor {self.rope.share} rotates {num_rotated} of a head's {self.head_dim} "
+                "dimensions; expected an even number, since rotary positions rotate pairs"
+            )
 
     @property
     def norm(self) -> Literal["layer", "rms"]:

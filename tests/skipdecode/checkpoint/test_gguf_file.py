@@ -24,7 +24,7 @@ from tests.support.gguf_models import Writer, add_tensor, random_model, write_mo
 
 SOME = ("F32", "Q4_0", "Q4_K")
 CLOSE = ("Q8_0", "BF16", "F16")
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 
 
 def theirs(path: Path) -> PreTrainedModel:
@@ -39,7 +39,8 @@ def test_tensors_are_those_of_transformers(tmp_path: Path, arch: str, kind: str)
     path = write_model(tmp_path / "model.gguf", model, kind)
     found, wanted = dict(gguf_file.tensors(path)), theirs(path).state_dict()
     assert found.keys() == wanted.keys() == model.state_dict().keys()
-    assert [(name, tuple(tensor.shape)) for name, tensor in found.items()] == list(gguf_file.shapes(path))
+    stored = [(name, info.shape) for name, info in gguf_file.weights(path)]
+    assert [(name, tuple(tensor.shape)) for name, tensor in found.items()] == stored
     for name, tensor in found.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, wanted[name]), name
@@ -91,7 +92,7 @@ def test_llama3_scaling_is_found_in_its_factors(tmp_path: Path, factor: float) -
 
     path = write_model(tmp_path / "model.gguf", model, extra=freqs((plain / scaled).numpy()))
     assert config_of(gguf_file.read_config(path)) == config_of(model.config.to_dict())
-    assert "rope_freqs" not in str(list(gguf_file.shapes(path)))
+    assert "rope_freqs" not in str(list(gguf_file.weights(path)))
     path = write_model(tmp_path / "ones.gguf", model, extra=freqs(np.ones(32, dtype=np.float32)))
     assert gguf_file.read_config(path)["rope_scaling"] is None
     other = np.linspace(1, factor, 32, dtype=np.float32)
@@ -155,7 +156,7 @@ def test_what_we_lack_is_refused_by_key(tmp_path: Path, metadata: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "kind", "named"),
     [
-        ("blk.0.attn_v.weight", "IQ4_NL", r"'blk\.0\.attn_v\.weight' is IQ4_NL; supported are F32"),
+        ("blk.0.attn_v.weight", "IQ3_S", r"'blk\.0\.attn_v\.weight' is IQ3_S; supported are F32"),
         ("blk.0.ffn_gate_exps.weight", "F32", r"unexpected tensor 'blk\.0\.ffn_gate_exps\.weight'"),
         ("blk.x.attn_v.weight", "F32", "unexpected tensor"),
         ("blk.0", "F32", "unexpected tensor"),
@@ -168,7 +169,7 @@ def test_tensors_we_lack_are_refused_by_name(tmp_path: Path, name: str, kind: st
     model = random_model("llama")
     del model.model.layers[0].self_attn.v_proj
     write_model(path, model, extra=lambda writer: add_tensor(writer, name, values, kind))
-    for read in (gguf_file.shapes, gguf_file.tensors):
+    for read in (gguf_file.weights, gguf_file.tensors):
         with pytest.raises(ValueError, match=rf"model\.gguf: .*{named}"):
             list(read(path))
 

@@ -249,5 +249,5 @@ def test_generation_config_says_what_ends_a_text(make_folder: Make, tmp_path: Pa
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert read_config(tmp_path).eos_token_ids == (5, 6)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"generation_config\.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"generation_config\.json cannot be read"):
         read_config(tmp_path)

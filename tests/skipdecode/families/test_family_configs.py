@@ -61,8 +61,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual is True"),
     ({"hidden_size": 97}, "hidden_size 97 is not a multiple"),
-    ({"eos_token_id": None}, "eos_token_id is None"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+    ({"model_type": "mistral", "num_hidden_layers": None}, "num_hidden_layers is null"),
+    ({"model_type": "stablelm", "num_key_value_heads": None}, "num_key_value_heads is null"),
+    ({"model_type": "stablelm", "partial_rotary_factor": 0.2}, r"partial_rotary_factor 0\.2 rotates 3 of"),
+    ({"model_type": "stablelm", "head_dim": 32}, "head_dim is 32"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantization_config is set \(gptq\)"),
 ]
 
 
