@@ -8,8 +8,12 @@ from pathlib import Path
 from pipeline.checkpoint import ResolvedModel
 from pipeline.evaluation.documents import CalibrationDocument, DraftsDocument
 from pipeline.formatting import Json
-from pipeline.store.model_folder import tokenizer_files
+from pipeline.store.model_folder import own_files, tokenizer_files
+from skipdecode.checkpoint.hub import HUB_FALLBACK, HUB_FILES
+from skipdecode.checkpoint.weight_files import SHARD_SUFFIXES
 from skipdecode.checkpoint.weights import load_model, save_model
+
+COPIED = (*(name for name in HUB_FILES if name != "config.json"), *HUB_FALLBACK, "README.md", "LICENSE*", "NOTICE*")
 
 
 def write_checkpoint(
@@ -23,10 +27,9 @@ def write_checkpoint(
         save_model(load_model(model.folder, adapter=model.adapter), staging)
         for name, content in tokenizer_files(model.folder).items():
             (staging / name).write_bytes(content)
-    for path in () if is_made else model.folder.iterdir():
-        if path.is_file() and path.name != "config.json":
-            copy = _link if path.suffix in (".safetensors", ".bin") else shutil.copy2
-            copy(path.resolve(), staging / path.name)
+    for path in () if is_made else own_files(model.folder, COPIED):
+        copy = _link if path.suffix in SHARD_SUFFIXES else shutil.copy2
+        copy(path.resolve(), staging / path.name)
     source = staging if is_made else model.folder
     raw = json.loads((source / "config.json").read_text(encoding="utf-8")) | carried
     (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -44,7 +44,8 @@ def digest_adapter(folder: Path) -> str:
 def _files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
-    return sorted(p for p in source.iterdir() if p.suffix in (".json", ".txt", ".safetensors", ".bin"))
+    suffixes = (".json", ".txt", ".safetensors", ".bin")
+    return sorted(p for p in source.iterdir() if p.suffix in suffixes and p.is_file())
 
 
 def refuse_differences(

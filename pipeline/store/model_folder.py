@@ -3,8 +3,9 @@
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 from pipeline.config.job import ConfigError
@@ -20,12 +21,32 @@ Files = dict[str, bytes]
 def tokenizer_files(source: Path) -> Files:
     """Tokenizer files of a model folder; for a GGUF file those that a folder would have."""
     if source.is_dir():
-        return {name: (source / name).read_bytes() for name in TOKENIZER_FILES if (source / name).is_file()}
+        return {path.name: path.read_bytes() for path in own_files(source, TOKENIZER_FILES)}
     from skipdecode.checkpoint import gguf_tokenizer  # only a GGUF file needs them
     from skipdecode.checkpoint.gguf_file import chat_template
 
     files, template = {"tokenizer.json": gguf_tokenizer.tokenizer(source).to_str().encode()}, chat_template(source)
     return files if template is None else files | {"chat_template.jinja": template.encode()}
+
+
+def own_files(folder: Path, patterns: Collection[str]) -> list[Path]:
+    """The regular files in a model folder whose names match one of the patterns, as what may be copied out of it.
+
+    ConfigError for a link that leads out of the folder: a checkpoint from a stranger would take along what it names. In
+    the hub's cache links to its blobs are how files are kept.
+    """
+    root = folder.resolve()
+    roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
+    found = []
+    for path in sorted(folder.iterdir()):
+        if not any(fnmatch(path.name, pattern) for pattern in patterns) or not path.is_file():
+            continue
+        if not any(path.resolve().is_relative_to(one) for one in roots):
+            raise ConfigError(
+                "model.source", f"{path} is a link to {path.resolve()}, out of the folder; put a copy in its place"
+            )
+        found.append(path)
+    return found
 
 
 def new_folder(path: str) -> Path:
