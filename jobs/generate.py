@@ -30,6 +30,7 @@ KEY_FIGURES: dict[str, tuple[str, ...]] = {
     "agreement": (),
 }
 """Figures of report.json that the document on stdout repeats, and which of their parts; (): all."""
+LOW_AGREEMENT = 0.5  # a tuned model is well above it, although its texts differ from some token on
 MAX_CHARS = 1000  # of the document
 
 
@@ -73,10 +74,11 @@ def ending(finished: "RunResult", more: dict[str, Any]) -> tuple[dict[str, Any],
     """The document of a finished run, extended by `more`, and its exit code."""
     code = TOO_MANY_FAILED if finished.too_many_failed else OK
     if code:
+        failed, total = finished.report["failed"], finished.report["books"]["input"]
         log(
-            f"exit code {code}: {finished.report['failed']} rows failed, more than the {finished.failures_allowed:g} "
-            f"that limits.max_failed_rows allows; good rows are kept, failed ones are in "
-            f"{finished.folder.path('data/status=failed')}"
+            f"exit code {code}: {failed:,} of {total:,} rows failed, and limits.max_failed_rows allows "
+            f"{finished.failures_allowed:,} (limits.max_failed_rows={failed} would allow these); good rows are kept, "
+            f"failed ones are in {finished.folder.path('data/status=failed')}"
         )
         more = more | {"exit_code": code}
     return key_figures(finished, more), code
@@ -110,6 +112,13 @@ def summarize(finished: "RunResult") -> None:
     )
     if speedup := speedup_in_words(report):
         log(speedup)
+    agreement = report["agreement"]["token_match"]
+    if agreement is not None and agreement < LOW_AGREEMENT:
+        log(
+            f"low agreement: only {100 * agreement:.1f} % of the tokens are those of full depth, so the texts may be "
+            "nonsense; tune the model on such prompts (skipdecode finetune), skip less (decode.speedup), or take "
+            "decode.method=full or decode.lossless=true"
+        )
     if cut := report["finish_reasons"].get("length"):
         log(f"{cut} of {report['completed']} answers were cut off at sampling.max_new_tokens")
     if errors := report.get("errors"):

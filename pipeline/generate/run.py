@@ -33,7 +33,7 @@ class RunResult:
     report: dict[str, Any]
     """`report.json`; only row counts if the report could not be made."""
     folder: RunFolder
-    failures_allowed: float
+    failures_allowed: int
     """Rows that may fail, by `limits.max_failed_rows`."""
     was_finished: bool = False
 

@@ -4,6 +4,7 @@ Ray Data ends a run with whatever exception reached it first; what the user need
 Nothing is written here.
 """
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -43,12 +44,12 @@ def stop_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def allowed_failures(limit: int | float, num_rows: int) -> float:
+def allowed_failures(limit: int | float, num_rows: int) -> int:
     """Rows that may fail of `num_rows`, by `limits.max_failed_rows`: a number, or a share."""
-    return limit if isinstance(limit, int) else limit * num_rows
+    return limit if isinstance(limit, int) else math.floor(limit * num_rows + 1e-6)  # 0.29 * 100 is below 29
 
 
-def early_limit(limit: int | float, num_rows: int) -> float:
+def early_limit(limit: int | float, num_rows: int) -> int:
     """The number of failed rows beyond which a run ends before its last row."""
     return max(allowed_failures(limit, num_rows), MIN_EARLY_LIMIT)
 

@@ -33,6 +33,7 @@ from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
 
 SLOW_READ_BYTES_S = 10e6  # of input; 60 MB/s on a disk
+RECORDS_TIMEOUT_S = 2
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 
@@ -57,6 +58,7 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
             helpers.collector, work.num_left, log, partial(_update_estimate, estimate, helpers.collector)
         ):
             execute(build_pipeline(spec, sink, helpers))
+            _await_records(helpers.collector, work.num_left)
     except BaseException as error:
         lease.check()  # if another process has taken the folder over, run.json is not ours to write
         state["state"] = "interrupted"
@@ -71,6 +73,16 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
     if estimate is not None and estimate.found is not None and len(state["sessions"]) == 1:
         state["estimate"] = estimate.found
     _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, expected, lease, log)
+
+
+def _await_records(collector: ActorHandle, num_rows: int) -> None:
+    """Waits until the collector has heard of all rows: workers send their records and do not wait for them."""
+    ends_at = time.monotonic() + RECORDS_TIMEOUT_S
+    with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # figures only
+        while ray.get(collector.counts.remote(), timeout=RECORDS_TIMEOUT_S)["rows"] < num_rows:
+            if time.monotonic() > ends_at:
+                return
+            time.sleep(0.05)
 
 
 def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> LiveEstimate | None:

@@ -92,8 +92,6 @@ def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None
                                f"{lease['host']}); what is checked may change"])  # fmt: skip
     if state["state"] == "committing":
         problems.add("state", ["a retry was cut off in its exchange of rows; jobs.retry or --resume ends it"])
-    elif state["state"] != "finished":
-        problems.add("state", [f"the run is {state['state']}, not finished; jobs.generate --resume goes on with it"])
 
 
 def _files_since(folder: RunFolder, state: RunState) -> list[str]:
@@ -198,7 +196,12 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
         "input": verdict.rows.get("input", sum(counted.values())),
         "closed": True,
     }
-    verdict.problems.add("count", _miscounts("run.json: books", {**state["books"]}, {**books}))
+    if state["books"]["ok"] is not None:  # a run that was cut off has not counted
+        verdict.problems.add("count", _miscounts("run.json: books", {**state["books"]}, {**books}))
+    if state["state"] not in ("finished", "committing"):
+        done = f"{sum(counted.values()):,} of {state['books']['input']:,} rows"
+        text = f"the run is {state['state']} at {done}; jobs.generate --resume goes on with it"
+        verdict.problems.add("state", [text])
     if state["state"] == "finished":
         totals: dict[str, Json] = {
             "completed": counted["ok"],
