@@ -74,7 +74,11 @@ def run(changes: dict[str, Any], folder: Path, resume: dict[str, Any] | None = N
         if weights:
             torch.save(model_of(weights, shape).state_dict(), folder / "best.pt")
 
-    hooks = Hooks(lambda r: found.append((r["step"], r.get("train_loss", r.get("mean")))), keep, write)
+    def log(record: dict[str, Any]) -> None:
+        if "fitted" not in record:  # of these there is one for each batch, whose size depends on the number of workers
+            found.append((record["step"], record.get("train_loss", record.get("mean"))))
+
+    hooks = Hooks(log, keep, write)
     pairs = make_pairs()
     if num_short := changes.get("num_short"):  # prompts of one token, of eight
         pairs = [(prompt[:1] if i < num_short else prompt, response) for i, (prompt, response) in enumerate(pairs[:8])]

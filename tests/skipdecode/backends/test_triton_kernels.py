@@ -49,6 +49,7 @@ def test_interpreted_kernels_are_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes on an idle machine
 def test_interpreted_kernels_are_torch_in_more_cases(tmp_path: Path) -> None:
     interpreted(tmp_path, "slow")
 
