@@ -18,7 +18,7 @@ from actors.batching.full_depth_sample import FullDepthSample, agreement, figure
 from actors.batching.prompt_scoring import is_scored_alone, score_alone, with_scores
 from actors.batching.shared_prefixes import NOMINAL_CEILINGS, PrefillCosts, prefixes_in
 from actors.batching.windows import WindowCutter
-from actors.measuring.ceilings import measure_ceilings
+from actors.ceilings import measure_ceilings
 from actors.memory import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, MemoryBudget, check_weights_fit, is_device_lost
 from actors.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.backends.device import backend_on

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.ceilings import measure_ceilings
 from actors.measuring.bench import random_model
-from actors.measuring.ceilings import measure_ceilings
 from actors.memory import freeze_gc
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores

@@ -99,8 +99,8 @@ def our_backend(device: str) -> dict[str, str]:
 def ours(spec: Spec) -> Engine:
     import torch
 
+    from actors.ceilings import measure_ceilings
     from actors.measuring.bench import make_graphs
-    from actors.measuring.ceilings import measure_ceilings
     from skipdecode.checkpoint.weights import load_model
     from skipdecode.config.sampling import Sampling
     from skipdecode.engine.generate import generate

@@ -28,9 +28,9 @@ import torch
 
 from actors.batching.buckets import PlannedBatch, cut_batches
 from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefixes
+from actors.ceilings import measure_ceilings
 from actors.generator import GeneratorConfig
 from actors.measuring.bench import random_model
-from actors.measuring.ceilings import measure_ceilings
 from actors.memory import MAX_BATCH_ROWS
 from benchmarks.peer_engines import Spec
 from benchmarks.peer_worker import Contestant, PeerError

@@ -54,14 +54,15 @@ ARROWS = {
         "speculative": {"backends", "config", "cost", "engine", "kv", "model", "schedules"},
     },
     "actors": {
+        "ceilings": set(),
         "memory": set(),
         "templates": set(),
         "training": set(),
         "warm_up": set(),
         "batching": set(),
-        "measuring": {"memory"},
+        "measuring": {"ceilings", "memory"},
         "serving": {"batching", "generator", "memory"},
-        "generator": {"batching", "measuring", "memory", "warm_up"},
+        "generator": {"batching", "ceilings", "memory", "warm_up"},
     },
     "pipeline": {
         "arrow_cast": set(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from actors.measuring.ceilings import measure_ceilings
+from actors.ceilings import measure_ceilings
 from actors.measuring.profile import profile_step
 from actors.memory import DeviceMemory, free_bytes
 from skipdecode.config.model import DecoderConfig

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from actors.measuring.ceilings import measure_ceilings
+from actors.ceilings import measure_ceilings
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings

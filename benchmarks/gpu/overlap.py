@@ -98,7 +98,7 @@ def timed_passes(
     pads = torch.zeros(rows, dtype=torch.int64, device=device)
     tokens = torch.full((rows, columns), 4, dtype=torch.int64, device=device)
     positions = torch.arange(columns, device=device).expand(rows, columns)
-    cache = allocate_cache(model, pads, columns, FullDepth(context.layers), 2, paddings=[0] * rows)
+    cache = allocate_cache(model, pads, columns, FullDepth(context.layers), 2, num_pad_host=[0] * rows)
 
     def prompts() -> None:
         cache.length = 0

@@ -126,7 +126,7 @@ def _replaying(context: CheckContext, plan: LayerPlan, rows: int) -> Callable[[]
     graphs, layers = context.graphs, context.layers
     pads = torch.zeros(rows, dtype=torch.int64, device=context.device)
     columns = context.prompt_tokens + REPLAYS + 1
-    cache = graphs.allocate(pads, [columns] * layers, range(layers), is_masked=True)
+    cache = graphs.allocate(pads, [columns] * layers, range(layers), force_mask=True)
     cache.length = context.prompt_tokens
     newest = graphs(pads, cache, plan, return_argmax=True)  # brings the batch's tables to their place
 

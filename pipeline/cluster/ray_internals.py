@@ -1,8 +1,7 @@
 """Ray's private parts that we rely on, all of them, behind functions and classes of our own.
 
-A new Ray may change any of these without a word: `tests/pipeline/cluster/test_ray_internals.py` says which. Nobody
-else in the
-packages names them. Left out: what they are used for.
+A new Ray may change any of these without a word: `tests/pipeline/cluster/test_ray_internals.py` says which. Nothing
+else in the packages names them. Left out: what they are used for.
 """
 
 import json

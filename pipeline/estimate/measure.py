@@ -15,8 +15,8 @@ from statistics import fmean, median
 from typing import Final
 
 from actors.batching.buckets import PlannedBatch, bucket_of
+from actors.ceilings import measure_ceilings
 from actors.generator import Generator
-from actors.measuring.ceilings import measure_ceilings
 from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult

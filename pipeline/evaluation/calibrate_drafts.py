@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TypedDict
 
+from actors.ceilings import measure_ceilings
 from actors.generator import Generator
-from actors.measuring.ceilings import measure_ceilings
 from actors.measuring.draft_search import Candidate, DraftSample, Pair, Search, Tell
 from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError

@@ -86,7 +86,8 @@ def prepare(*, keep_workers: bool, no_progress_timeout_s: float) -> None:
     context.print_on_execution_start = False
     context.target_max_block_size = BLOCK_BYTES
     context.execution_no_progress_timeout_s = no_progress_timeout_s
-    context.retried_map_errors = False  # a repeat in a task would go on with its numbers of files (`store.write`)
+    # a repeat within a task would name its files anew (`number_of_task`), and the first attempt's would stay
+    context.retried_map_errors = False
     use_callbacks(context, [WaitForTasks, *([KeepWorkers] if keep_workers else [])])
     use_policies(context, [FewBlocksAhead])
     hide_restart_warnings()

@@ -1,4 +1,4 @@
-"""Prompts that are rendered: from columns by templates, and from conversations by the chat template.
+"""Renders prompts: columns by the input's templates, and conversations by the chat template.
 
 The driver makes one `Prompter`, which travels to the tasks that read. What rows hold is data, never a template.
 Left out: the sandbox that renders (`actors.templates.sandbox`), and where a checkpoint has its chat template

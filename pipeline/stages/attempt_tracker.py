@@ -1,13 +1,17 @@
 """The attempt tracker: which rows each worker decodes, which it was decoding when it died, and what ends the run.
 
+It counts the failed rows of the whole run against `limits.max_failed_rows`, and holds the verdict that ends a run: too
+many failed rows, or a worker that cannot work.
+
 A worker says which rows it takes before it decodes them. When it dies and its successor asks for the same rows, the
 tracker gives them back in halves that are decoded separately, so that every death halves the number of suspects. The
 answers of parts that went well are kept until the window is done. A row that was alone in `max_row_attempts` deaths is
 quarantined. One poison row costs at most log2(window) + `max_row_attempts` deaths.
 
-Not every death is the row's fault. Deaths together with their node do not count, and neither do deaths over a row that
-was decoded before. Such a row is the control: it is decoded first whenever a suspect is tried alone, so that a worker
-that dies of anything shows it. Where no such row is known, the control is a made-up prompt.
+Not every death is the row's fault. Deaths together with their node do not count, and neither do deaths while
+repeating a row that already succeeded. Such a row is the control: it is decoded first whenever a suspect is tried
+alone, so that a worker that crashes on any input is recognised first. Where no such row is known, the control is a
+made-up prompt.
 
 Plain Python; `start_attempt_tracker` makes it an actor on the driver's node. It neither decodes nor writes.
 """
@@ -27,7 +31,7 @@ if TYPE_CHECKING:  # the tracker's process needs no torch
     from actors.generator import Answer
 
 MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
-MIN_CONSECUTIVE_DEATHS = 20  # of a worker that decoded no part in between; then the worker is to blame, not a row
+MIN_CONSECUTIVE_DEATHS = 20  # consecutive deaths before the worker is blamed, or more where windows are large
 
 CONTROL: tuple[str, ...] = ()
 """A part without rows of the corpus: the worker decodes a prompt that anything can decode."""
@@ -249,14 +253,14 @@ class AttemptTracker:
             planned.append(part)
         return planned
 
-    def _counted(self, row: str) -> list[Death]:
+    def _deaths_that_count(self, row: str) -> list[Death]:
         return [death for death in self._deaths.get(row, ()) if not self._node_is_gone(death.process.node_id)]
 
     def _is_quarantined(self, row: str) -> bool:
-        return row in self._deaths and len(self._counted(row)) >= self._max_row_attempts
+        return row in self._deaths and len(self._deaths_that_count(row)) >= self._max_row_attempts
 
     def _describe_deaths(self, row: str) -> str:
-        deaths = self._counted(row)
+        deaths = self._deaths_that_count(row)
         shared = self._shared_deaths.get(row, 0)
         return (
             f"its worker died {len(deaths)} times while decoding this row alone: {', '.join(map(str, deaths))}"

@@ -1,16 +1,17 @@
 """Decodes the windows of one worker, and keeps the attempt tracker and the collector informed.
 
-`WindowDecoder.answer` asks the attempt tracker how to decode a window, and then does one of three things:
+`WindowDecoder.answer` asks the attempt tracker how to decode a window. The plan has one part, the whole window, unless
+rows are suspects.
 
-- Normally no row is a suspect and no worker is idle, and the window is decoded batch by batch
-  (`_answer_sharing_batches`).
-- When other workers are idle, at the end of a run, the batches that are left are offered to them in the steal queue
-  (`_share`), and an idle worker decodes what others offer (`steal`). Each window is still returned by its owner, which
-  decodes what no other worker delivers in time. If the queue is lost, workers stop sharing and the run goes on.
+- Without a steal queue, as with a single worker, the window is decoded in one call (`_answer_part_by_part`).
+- With one, it is decoded batch by batch (`_answer_sharing_batches`). When other workers are idle, at the end of a run,
+  the batches that are left are offered to them in the queue (`_share`), and an idle worker decodes what others offer
+  (`steal`). Each window is still returned by its owner, which decodes what no other worker delivers in time. If the
+  queue is lost, workers stop sharing and the run goes on.
 - After the death of a worker that was decoding these rows, the tracker divides them into parts, which are decoded one
   by one until the row that kills workers is found (`_answer_part_by_part`). Quarantined rows are not decoded at all.
 
-In all three cases the tracker is told of rows before and after they are decoded.
+In all cases the tracker is told of rows before and after they are decoded.
 """
 
 import threading

@@ -193,7 +193,7 @@ class FusedLayer(Protocol):
         prompts: PackedPrompts,
         memory: tuple[Tensor, Tensor] | None,
         *,
-        feeds: bool,
+        runs_ffn: bool,
         shared: SharedPrefix | None = None,
     ) -> Tensor:
         """Runs packed prompts h [N, D] through the layer, in place. `memory`: k, v [B, G, S, K], filled up to the
@@ -260,10 +260,10 @@ class Backend:
         rows: int,
         columns: Sequence[KVRange | GraphKVRange] | None,
         *,
-        feeds: bool,
+        runs_ffn: bool,
     ) -> Callable[[Tensor], Tensor]:
         """A call that takes h [B, 1, D] through fused layers in place: attention of each over its `columns` (None:
-        skipped) and its feed-forward block (if it `feeds`). It stays valid as long as the memory of `columns`, whose
+        skipped) and its feed-forward block (if `runs_ffn`). It stays valid as long as the memory of `columns`, whose
         contents, the last column for instance, may change between calls."""
         raise AssertionError("this back end fuses no layers")
 

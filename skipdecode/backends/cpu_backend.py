@@ -86,9 +86,11 @@ class CompiledBackend(Backend):
         rows: int,
         columns: Sequence[KVRange | GraphKVRange] | None,
         *,
-        feeds: bool,
+        runs_ffn: bool,
     ) -> Step:
-        return Step(cast(Sequence[LayerKernel], layers), rows, cast(Sequence[KVRange] | None, columns), feeds=feeds)
+        return Step(
+            cast(Sequence[LayerKernel], layers), rows, cast(Sequence[KVRange] | None, columns), runs_ffn=runs_ffn
+        )
 
     def fuse_kv_store(
         self,

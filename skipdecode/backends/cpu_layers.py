@@ -225,7 +225,7 @@ class LayerKernel:
         prompts: PackedPrompts,
         memory: tuple[Tensor, Tensor] | None,
         *,
-        feeds: bool,
+        runs_ffn: bool,
         shared: SharedPrefix | None = None,
     ) -> Tensor:
         """`FusedLayer.run_prompts` by the kernel of `cpp/prompt.cpp`."""
@@ -239,7 +239,7 @@ class LayerKernel:
             prefix = None if shared is None else ctypes.byref(shared_prefix_struct(shared, len(prompts), k))
             where = (k.data_ptr(), v.data_ptr(), k.shape[2], prefix)
         threads = torch.get_num_threads()
-        self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, feeds, *where, threads)
+        self._read(self._reference, *prompts.pointers(), h.data_ptr(), memory is not None, runs_ffn, *where, threads)
         return h
 
 
@@ -251,7 +251,7 @@ class Step:
     """
 
     def __init__(
-        self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[KVRange] | None, *, feeds: bool
+        self, layers: Sequence[LayerKernel], rows: int, columns: Sequence[KVRange] | None, *, runs_ffn: bool
     ) -> None:
         """Parameters as of `Backend.prepare_step`. The call also accepts fewer rows."""
         count, dtype = len(layers), layers[0].dtype
@@ -277,7 +277,7 @@ class Step:
         self._layers = pointers(*(kernel.address for kernel in layers)), count
         self._columns = (
             columns is not None,
-            feeds,
+            runs_ffn,
             pointers(*k),
             pointers(*v),
             (INT64 * count)(*capacities),

@@ -166,17 +166,17 @@ class CudaBackend(Backend):
         rows: int,
         columns: Sequence[KVRange | GraphKVRange] | None,
         *,
-        feeds: bool,
+        runs_ffn: bool,
     ) -> Callable[[Tensor], Tensor]:
-        return partial(self._step, cast(Sequence[CudaLayer], layers), columns, feeds)
+        return partial(self._step, cast(Sequence[CudaLayer], layers), columns, runs_ffn)
 
     def _step(
-        self, own: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, feeds: bool, h: Tensor
+        self, own: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, runs_ffn: bool, h: Tensor
     ) -> Tensor:
         states = h.view(len(h), -1)
         pending: Tensor | None = None  # a sublayer's output, which the next norm adds to the states with `bias`
         bias: Tensor | None = None
-        for norm, product, run in _sublayers(own, columns, feeds=feeds):
+        for norm, product, run in _sublayers(own, columns, runs_ffn=runs_ffn):
             if own[0].is_pre_norm:
                 x = self.kernels.add_norm(states, pending, bias, norm, is_pre=True)
                 pending, bias = run(x), product.bias
@@ -236,14 +236,14 @@ Sublayer = tuple[Norm, CudaProduct, Callable[[Tensor], Tensor]]
 
 
 def _sublayers(
-    layers: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, *, feeds: bool
+    layers: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, *, runs_ffn: bool
 ) -> list[Sublayer]:
     sublayers: list[Sublayer] = []
     for number, layer in enumerate(layers):
         if columns is not None:
             at = columns[number]
             sublayers.append((layer.attn_norm, layer.out, lambda x, layer=layer, at=at: layer.attention(x, at)))  # type: ignore[misc]
-        if feeds:
+        if runs_ffn:
             sublayers.append((layer.ffn_norm, layer.fc2, layer.feed))
     return sublayers
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from skipdecode.config.model import DecoderConfig
 from skipdecode.schedules.layer_plan import LayerPlan
-from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_sharing_map, steps_per_layer
+from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_owner_of_layers, steps_per_layer
 
 # Operator calls per sublayer of a packed model's decode step on a CPU, views included: norms, products with what is
 # fused into them, attention. A model that is not packed makes up to three times as many.
@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device can do at best, measured on it (`actors.measuring.ceilings`)."""
+    """What the device can do at best, measured on it (`actors.ceilings`)."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -238,5 +238,5 @@ def cache_bytes_per_row(
     config: DecoderConfig, schedule: Schedule, *, prompt_columns: int, num_new: int, itemsize: int
 ) -> int:
     """Bytes of K and V that one row needs under `schedule`: per layer the prompt and the steps that run the layer."""
-    columns = kv_capacities(kv_sharing_map(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
+    columns = kv_capacities(kv_owner_of_layers(schedule, config.kv_group_size), schedule, prompt_columns, num_new)
     return 2 * sum(columns.values()) * config.kv_dim * itemsize

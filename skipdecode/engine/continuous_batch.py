@@ -23,7 +23,7 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.async_output import AsyncOutput
-from skipdecode.engine.logprobs import LogprobRecorder, give
+from skipdecode.engine.logprobs import LogprobRecorder, assign
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
@@ -35,7 +35,7 @@ from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.sampler import argmax, cuts, pick
 from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_by_age
-from skipdecode.schedules.schedule import Schedule, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_owner_of_layers
 
 CARRY = 1 / 8  # ended rows between running ones stay up to this share of the batch
 
@@ -84,11 +84,11 @@ class ContinuousBatch:
         self._decode_text = decode_text
         self._attn_ends, self._ffn_ends = layer_ends(schedule, model.config.max_position_embeddings)
         self._swiftkv_from = schedule.step(0).swiftkv_from
-        sharing_map = kv_sharing_map(schedule, model.config.kv_group_size)
+        kv_owner = kv_owner_of_layers(schedule, model.config.kv_group_size)
         # with SwiftKV a layer's K/V are written for rows that do not run it
-        ends = self._attn_ends if self._swiftkv_from is None else [NEVER] * len(sharing_map)
+        ends = self._attn_ends if self._swiftkv_from is None else [NEVER] * len(kv_owner)
         self._cache = SlotCache(
-            model.config, sharing_map, ends, dtype=model.dtype, device=model.device, is_closed=is_closed
+            model.config, kv_owner, ends, dtype=model.dtype, device=model.device, is_closed=is_closed
         )
         self._is_closed = is_closed
         self._members: list[_Member] = []
@@ -136,7 +136,7 @@ class ContinuousBatch:
         made, cache = self._feed_prompts(requests, sharing, return_argmax=is_plain)
         first = made if is_plain else _choose(made, members, params, self._num_steps)
         if recorder.is_asked:
-            recorder.see(made, first)
+            recorder.record(made, first)
         self._send(first, members, recorder)
         if self._max_pending == 0:
             self._read_output()
@@ -169,12 +169,12 @@ class ContinuousBatch:
             shared = shared_prompts(model, requests, self.schedule, sharing, allocate, copies=True)
             return shared.feed(plan, return_argmax=return_argmax), shared.cache
         longest = max(len(r.prompt_tokens) for r in requests)
-        tokens, num_pad, paddings = pad_prompts(model, requests, rounded_columns(longest), None)
+        tokens, num_pad, num_pad_host = pad_prompts(model, requests, rounded_columns(longest), None)
         if self._is_closed and model.supports_packed_prompts(self._cache.memory_of(0)[0]):
             assert not self._members, "all rows of a closed batch join at once"
             cache = self._cache.open(*_lengths(requests))
             return feed_prompts(model, tokens, cache, plan, num_pad=num_pad, return_argmax=return_argmax), None
-        cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, paddings=paddings)
+        cache = allocate_cache(model, num_pad, tokens.shape[1], self.schedule, 1, num_pad_host=num_pad_host)
         return feed_prompts(model, tokens, cache, plan, return_argmax=return_argmax), cache
 
     @torch.inference_mode()
@@ -205,7 +205,7 @@ class ContinuousBatch:
         else:
             logits = self.model.head(h[:, -1])
             self._newest = _choose(logits, members, self._params, self._num_steps)
-            self._logprobs.see(logits, self._newest)
+            self._logprobs.record(logits, self._newest)
         self._send(self._newest, members, self._logprobs)
 
     def _send(self, newest: Tensor, members: Sequence[_Member], recorder: LogprobRecorder) -> None:
@@ -216,7 +216,7 @@ class ContinuousBatch:
     def _read_output(self) -> None:
         """Gives the oldest pending tokens to their rows."""
         (newest, *seen), (members, asking) = self._output.take()
-        give(asking, seen)
+        assign(asking, seen)
         for member, token in zip(members, newest.tolist(), strict=True):
             if member.row.is_running:
                 member.row.take([token], self.model.config.eos_token_ids, self._decode_text)

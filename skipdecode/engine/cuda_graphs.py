@@ -169,22 +169,24 @@ class CudaGraphs:
         """The size to which a batch of `num_rows` is padded; above `max_rows` it is not."""
         return next((rung for rung in self.rungs if rung >= num_rows), num_rows)
 
-    def has_room(self, num_rows: int, capacities: Sequence[int], sharing_map: Sequence[int]) -> bool:
+    def has_room(self, num_rows: int, capacities: Sequence[int], kv_owner: Sequence[int]) -> bool:
         """True if `allocate` would find memory now."""
-        return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, sharing_map).count)
+        return self.pool.has_room(Layout.of(self.model.config, self.rows_for(num_rows), capacities, kv_owner).count)
 
     def allocate(
         self,
         num_pad: Tensor,
         capacities: Sequence[int],
-        sharing_map: Sequence[int],
+        kv_owner: Sequence[int],
         *,
-        is_masked: bool = False,
-        paddings: Sequence[int] | None = None,
+        force_mask: bool = False,
+        num_pad_host: Sequence[int] | None = None,
     ) -> GraphedCache:
         """`KVCache.allocate` from the pool; raises PoolFull if other batches leave too little memory."""
-        layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, sharing_map)
-        return GraphedCache.within(self.pool, layout, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
+        layout = Layout.of(self.model.config, self.rows_for(len(num_pad)), capacities, kv_owner)
+        return GraphedCache.within(
+            self.pool, layout, num_pad, kv_owner, force_mask=force_mask, num_pad_host=num_pad_host
+        )
 
     @torch.inference_mode()
     def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
@@ -223,7 +225,7 @@ class CudaGraphs:
         """Runs a step of dummy rows, with one column of memory for all layers, and captures it if possible."""
         layers = self.model.config.num_hidden_layers
         try:
-            cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers, is_masked=True)
+            cache = self.allocate(torch.zeros_like(self._num_pad[:rows]), [1] * layers, [0] * layers, force_mask=True)
         except PoolFull:  # then there will never be such a batch
             return
         try:

@@ -24,7 +24,7 @@ Asked = tuple[list[Row], list[Tensor]]
 
 
 class LogprobRecorder:
-    """Records log-probabilities of a batch on the device; `give` hands them to the rows once they are on the host."""
+    """Records log-probabilities of a batch on the device; `assign` hands them to the rows once they are on the host."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class LogprobRecorder:
     def is_asked(self) -> bool:
         return bool(self._rows)
 
-    def see(self, logits: Tensor, chosen: Tensor) -> None:
+    def record(self, logits: Tensor, chosen: Tensor) -> None:
         """Records one step: logits [B, V] and the tokens [B] chosen from them."""
         if self._rows:
             self._seen += top_logprobs(logits[self._at], chosen[self._at], self.num_top)
@@ -54,7 +54,7 @@ class LogprobRecorder:
         return self._rows, seen
 
 
-def give(rows: Sequence[Row], seen: Sequence[Tensor]) -> None:
+def assign(rows: Sequence[Row], seen: Sequence[Tensor]) -> None:
     """Appends to the rows what `LogprobRecorder.take` returned, once it is on the host."""
     for at in range(0, len(seen), 3):
         for row, one in zip(rows, listed(*seen[at : at + 3]), strict=True):

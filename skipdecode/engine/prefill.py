@@ -19,7 +19,7 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import wants_all_heads
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_plan import LayerPlan
-from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_owner_of_layers
 
 PREFILL_BYTES = 1 << 30  # GPU memory for states, masks and copies of keys of the prompts that are fed together
 PROMPT_STEP = 16  # lengths are padded to multiples: kernels prepare for every shape, and padding costs little
@@ -43,8 +43,8 @@ def pad_prompts(
     assert min(len(line) for line in lines) > 0, "a prompt has no token"
     assert longest <= columns, (longest, columns)
     padded = [[config.filler_token_id] * (columns - len(line)) + line for line in lines]
-    paddings = [columns - len(line) for line in lines]
-    return to_device(padded, model.device), to_device(paddings, model.device), paddings
+    num_pad_host = [columns - len(line) for line in lines]
+    return to_device(padded, model.device), to_device(num_pad_host, model.device), num_pad_host
 
 
 def feed_prompts(
@@ -70,12 +70,12 @@ def feed_prompts(
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
     # a mask over a long prompt is larger than everything else, and a row that is fed alone needs none
-    one_by_one = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.paddings is not None
+    one_by_one = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.num_pad_host is not None
     made = []
     for at in range(0, whole, rows):
         part = slice(at, min(at + rows, whole))
         view = cache.unpadded_row(at) if one_by_one else cache.slice_rows(part.start, part.stop)
-        fed = slice(cache.paddings[at] if one_by_one and cache.paddings is not None else 0, None)
+        fed = slice(cache.num_pad_host[at] if one_by_one and cache.num_pad_host is not None else 0, None)
         made.append(model(tokens[part, fed], positions[part, fed], view, plan, return_argmax=return_argmax))
     cache.length += tokens.shape[1]
     return torch.cat(made)
@@ -126,36 +126,36 @@ def allocate_cache(
     schedule: Schedule,
     num_new: int,
     *,
-    is_masked: bool = False,
+    force_mask: bool = False,
     graphs: CudaGraphs | None = None,
-    paddings: Sequence[int] | None = None,
+    num_pad_host: Sequence[int] | None = None,
 ) -> KVCache:
     """A cache with, per layer, `columns` for the prompt and one for each decode step that runs the layer, or one that
-    shares its K/V. `paddings` as in `KVCache`.
+    shares its K/V. `num_pad_host` as in `KVCache`.
     """
-    sharing_map, capacities = _capacities(model, columns, schedule, num_new)
+    kv_owner, capacities = _capacities(model, columns, schedule, num_new)
     if graphs is not None:
-        return graphs.allocate(num_pad, capacities, sharing_map, is_masked=is_masked, paddings=paddings)
+        return graphs.allocate(num_pad, capacities, kv_owner, force_mask=force_mask, num_pad_host=num_pad_host)
     return KVCache.allocate(
         model.config,
         num_pad=num_pad,
         capacities=capacities,
-        sharing_map=sharing_map,
+        kv_owner=kv_owner,
         dtype=model.dtype,
-        is_masked=is_masked,
+        force_mask=force_mask,
         devices=None if model.placement is None else model.placement.of_layers,
-        paddings=paddings,
+        num_pad_host=num_pad_host,
     )
 
 
 def has_room(graphs: CudaGraphs, schedule: Schedule, num_rows: int, columns: int, num_new: int) -> bool:
     """True if `allocate_cache` would find memory in `graphs` for a batch of `num_rows` now."""
-    sharing_map, capacities = _capacities(graphs.model, columns, schedule, num_new)
-    return graphs.has_room(num_rows, capacities, sharing_map)
+    kv_owner, capacities = _capacities(graphs.model, columns, schedule, num_new)
+    return graphs.has_room(num_rows, capacities, kv_owner)
 
 
 def _capacities(model: Decoder, columns: int, schedule: Schedule, num_new: int) -> tuple[list[int], list[int]]:
     """[L] the layer that stores each layer's K/V, and [L] the columns it needs."""
-    sharing_map = kv_sharing_map(schedule, model.config.kv_group_size)
-    columns_of = kv_capacities(sharing_map, schedule, columns, num_new)
-    return sharing_map, [columns_of[layer] for layer in sharing_map]
+    kv_owner = kv_owner_of_layers(schedule, model.config.kv_group_size)
+    columns_of = kv_capacities(kv_owner, schedule, columns, num_new)
+    return kv_owner, [columns_of[layer] for layer in kv_owner]

@@ -23,7 +23,7 @@ from skipdecode.cost.roofline import SharedPrefixShape
 from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_plan import LayerPlan
-from skipdecode.schedules.schedule import Schedule, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_owner_of_layers
 
 PREFIX_STEP = 2  # the length of a prefix is a multiple of this
 
@@ -31,9 +31,9 @@ PREFIX_STEP = 2  # the length of a prefix is a multiple of this
 class Allocate(Protocol):
     """Allocates the rows' own cache."""
 
-    def __call__(self, num_pad: Tensor, columns: int, *, paddings: Sequence[int]) -> KVCache:
-        """A cache with `columns` for prompts; `num_pad` and `paddings` [B] are the same numbers, on the device and the
-        host."""
+    def __call__(self, num_pad: Tensor, columns: int, *, num_pad_host: Sequence[int]) -> KVCache:
+        """A cache with `columns` for prompts; `num_pad` and `num_pad_host` [B] are the same numbers, on the device and
+        on the host."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class SharedPrompts:
         )
         own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before, strict=True)]
         self.tokens = _padded(model, own)  # [B, P], or the rows' own parts
-        paddings = _paddings(own)
-        self.cache = allocate(to_device(paddings, model.device), self.tokens.shape[1], paddings=paddings)
+        num_pad_host = _paddings(own)
+        self.cache = allocate(to_device(num_pad_host, model.device), self.tokens.shape[1], num_pad_host=num_pad_host)
         if not self.copies:
             lengths = to_device([len(prefix) for prefix in sharing.prefixes], model.device)
             prefix_of_row = to_device(sharing.prefix_of_row, model.device)
             self.cache.shared = SharedPrefixKV(
-                self._prefix_cache.k, self._prefix_cache.v, self._prefix_cache.sharing_map, lengths, prefix_of_row
+                self._prefix_cache.k, self._prefix_cache.v, self._prefix_cache.kv_owner, lengths, prefix_of_row
             )
 
     def feed(self, plan: LayerPlan, *, return_argmax: bool = False) -> Tensor:
@@ -209,28 +209,28 @@ class SharedPrompts:
 
 
 def _allocate_prefix_cache(model: Decoder, sharing: PrefixSharing, schedule: Schedule) -> KVCache:
-    columns, sharing_map = max(map(len, sharing.prefixes)), kv_sharing_map(schedule, model.config.kv_group_size)
-    paddings = _paddings(sharing.prefixes)
+    columns, kv_owner = max(map(len, sharing.prefixes)), kv_owner_of_layers(schedule, model.config.kv_group_size)
+    num_pad_host = _paddings(sharing.prefixes)
     return KVCache.allocate(
         model.config,
-        num_pad=to_device(paddings, model.device),
-        paddings=paddings,
-        capacities=[columns] * len(sharing_map),
-        sharing_map=sharing_map,
+        num_pad=to_device(num_pad_host, model.device),
+        num_pad_host=num_pad_host,
+        capacities=[columns] * len(kv_owner),
+        kv_owner=kv_owner,
         dtype=model.dtype,
     )
 
 
 def _copy(prefixes: KVCache, prefix_of_row: Sequence[int], cache: KVCache) -> None:
     """Copies the prefixes `prefix_of_row` [B] (-1: none) into the columns of `cache` where the rows' prompts begin."""
-    columns, paddings, device = prefixes.k[0].shape[2], _paddings_of(prefixes), prefixes.num_pad.device
-    counts = [0 if prefix < 0 else columns - paddings[prefix] for prefix in prefix_of_row]
+    columns, num_pad_host, device = prefixes.k[0].shape[2], _paddings_of(prefixes), prefixes.num_pad.device
+    counts = [0 if prefix < 0 else columns - num_pad_host[prefix] for prefix in prefix_of_row]
     lengths, total = to_device(counts, device), sum(counts)
     rows = torch.arange(len(counts), device=device).repeat_interleave(lengths, output_size=total)  # [N]
     at = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[rows]  # [N] columns of the prefixes
     source = to_device(prefix_of_row, device)[rows]
     first, to = prefixes.num_pad[source] + at, cache.num_pad[rows] + at
-    for owner in set(cache.sharing_map):
+    for owner in set(cache.kv_owner):
         for own, held in ((cache.k[owner], prefixes.k[owner]), (cache.v[owner], prefixes.v[owner])):
             own[rows, :, to] = held[source, :, first]  # [N, G, K]
 
@@ -238,7 +238,7 @@ def _copy(prefixes: KVCache, prefix_of_row: Sequence[int], cache: KVCache) -> No
 def _clear_padding(cache: KVCache) -> None:
     """Sets padding columns to zero: attention with a mask reads them, though they are never fed."""
     most = max(_paddings_of(cache))
-    for owner in set(cache.sharing_map):
+    for owner in set(cache.kv_owner):
         for memory in (cache.k[owner], cache.v[owner]):
             memory[:, :, :most] = 0
 
@@ -250,8 +250,8 @@ def _paddings(lines: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _paddings_of(cache: KVCache) -> Sequence[int]:
-    assert cache.paddings is not None, "the padding of shared prompts is known on the host"
-    return cache.paddings
+    assert cache.num_pad_host is not None, "the padding of shared prompts is known on the host"
+    return cache.num_pad_host
 
 
 def _padded(model: Decoder, lines: Sequence[Sequence[int]]) -> Tensor:

@@ -18,7 +18,7 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.logprobs import LogprobRecorder, give
+from skipdecode.engine.logprobs import LogprobRecorder, assign
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row, refuse_too_long
@@ -66,17 +66,17 @@ class StaticBatch:
         self.compact_at, self.check_every = compact_at, check_every or CHECK_EVERY[device.type]
         self._longest = max(len(r.prompt_tokens) for r in requests)
 
-        # prompts and their cache; `_feed(plan, return_argmax=...)` feeds them
+        # prompts and their cache; `_feed(plan, return_argmax=...)` runs prefill
         allocate = partial(
-            allocate_cache, model, schedule=schedule, num_new=self.num_new, is_masked=is_fixed, graphs=graphs
+            allocate_cache, model, schedule=schedule, num_new=self.num_new, force_mask=is_fixed, graphs=graphs
         )
         self._feed: Callable[..., Tensor]
         if sharing is None:
-            tokens, num_pad, paddings = pad_prompts(model, requests, prompt_columns, batch_rows)
-            self._cache = allocate(num_pad, tokens.shape[1], paddings=paddings)
+            tokens, num_pad, num_pad_host = pad_prompts(model, requests, prompt_columns, batch_rows)
+            self._cache = allocate(num_pad, tokens.shape[1], num_pad_host=num_pad_host)
             self._feed = partial(feed_prompts, model, tokens, self._cache, in_equal_parts=is_fixed)
         else:
-            assert not is_fixed, "a fixed shape must not depend on the other rows"
+            assert not is_fixed, "prefix sharing excludes a fixed batch shape"
             shared = shared_prompts(model, requests, schedule, sharing, allocate, copies=graphs is not None)
             self._cache, self._feed = shared.cache, shared.feed
 
@@ -89,8 +89,8 @@ class StaticBatch:
         gather = device.type == "cpu" and not is_fixed  # gathering needs a host sync on GPUs
         self._ffns = ffn_executor(schedule, num_rows, device, gather=gather)
 
-        # output. `_made`: tokens [B] of the steps not yet sent to the host; `_output`: copies in flight
-        self._num_made, self._made = 0, list[Tensor]()
+        # output. `_unsent_tokens`: tokens [B] of the steps not yet sent to the host; `_output`: copies in flight
+        self._num_made, self._unsent_tokens = 0, list[Tensor]()
         self._batch_rows = list(range(len(self.rows)))  # batch row -> index into `rows`; padding rows follow
         self._logprobs = LogprobRecorder(self.rows, device)
         self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(device)
@@ -116,7 +116,7 @@ class StaticBatch:
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """Feeds the prompts and generates y_0."""
+        """Feeds the prompts and generates the first token of every row."""
         start = synchronized_time(self.model.device)
         output = self._feed(self.schedule.prefill(), return_argmax=self._needs_argmax_only)
         del self._feed  # releases the prompts, and prefixes that have been copied
@@ -154,18 +154,18 @@ class StaticBatch:
         """Chooses the next token of every row. `output`: logits [B, V], or already the argmax [B] if
         `_needs_argmax_only`."""
         self._newest = output if self._needs_argmax_only else self._sampler(output, self._num_made)  # [B]
-        self._made.append(self._newest)
+        self._unsent_tokens.append(self._newest)
         self._num_made += 1
         if self._logprobs.is_asked:
-            self._logprobs.see(output, self._newest)
+            self._logprobs.record(output, self._newest)
 
     def _read_output_if_due(self) -> None:
         is_last = self._num_made == self.num_new
-        if len(self._made) == self.check_every or is_last:
+        if len(self._unsent_tokens) == self.check_every or is_last:
             asking, seen = self._logprobs.take()
-            made = self._made[0][:, None] if len(self._made) == 1 else torch.stack(self._made, dim=1)
-            self._output.send([made, *seen], (self._batch_rows, asking))
-            self._made = []
+            unsent, self._unsent_tokens = self._unsent_tokens, []
+            tokens = unsent[0][:, None] if len(unsent) == 1 else torch.stack(unsent, dim=1)
+            self._output.send([tokens, *seen], (self._batch_rows, asking))
         # The first tokens are read at once; counts of feed-forward blocks are not copied asynchronously.
         is_eager = is_last or self._num_made == 1 or self._ffns.has_counts
         while self._output.num_pending > (0 if is_eager else self._max_pending):
@@ -175,7 +175,7 @@ class StaticBatch:
         """Gives the oldest pending tokens to their rows; drops ended rows once enough have ended."""
         rows = self.rows
         (tokens, *seen), (batch_rows, asking) = self._output.take()  # [B, n]
-        give(asking, seen)
+        assign(asking, seen)
         if self._ffns.has_counts:
             for index, ran in zip(batch_rows, self._ffns.history(), strict=False):
                 rows[index].ffns += ran
@@ -191,7 +191,7 @@ class StaticBatch:
             self._keep(sorted(running + others[: kept - len(running)]))
 
     def _keep(self, kept: list[int]) -> None:
-        """Drops all rows of the batch but `kept`, which may have ended."""
+        """Keeps only `kept`, some already ended."""
         keep = to_device(kept, self.model.device)
         self._sampler.keep(keep)
         self._ffns.keep(keep)

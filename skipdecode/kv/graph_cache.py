@@ -118,9 +118,9 @@ class Layout:
     """KVRange by layer, of the layers that store K/V of their own."""
 
     @classmethod
-    def of(cls, config: DecoderConfig, rows: int, capacities: Sequence[int], sharing_map: Sequence[int]) -> "Layout":
+    def of(cls, config: DecoderConfig, rows: int, capacities: Sequence[int], kv_owner: Sequence[int]) -> "Layout":
         """The layout for `capacities` [L], rounded up so that every row begins at a multiple of 16 elements."""
-        columns = {owner: -(-capacities[owner] // KV_ALIGNMENT) * KV_ALIGNMENT for owner in sorted(set(sharing_map))}
+        columns = {owner: -(-capacities[owner] // KV_ALIGNMENT) * KV_ALIGNMENT for owner in sorted(set(kv_owner))}
         return cls(rows, config.num_kv_heads, config.head_dim, columns)
 
     @property
@@ -158,10 +158,10 @@ class GraphedCache(KVCache):
         pool: CachePool,
         layout: Layout,
         num_pad: Tensor,
-        sharing_map: Sequence[int],
+        kv_owner: Sequence[int],
         *,
-        is_masked: bool = False,
-        paddings: Sequence[int] | None = None,
+        force_mask: bool = False,
+        num_pad_host: Sequence[int] | None = None,
     ) -> "GraphedCache":
         """A cache for rows with `num_pad` [B], filled up to `layout.rows`. PoolFull if there is no memory."""
         part = pool.take(layout.count)
@@ -172,12 +172,12 @@ class GraphedCache(KVCache):
             for name, at in (("k", k_at), ("v", v_at)):
                 memory = pool.memory[at : at + torch.Size(shape).numel()].view(shape)
                 own[name, owner] = memory[: len(num_pad)]
-        k, v = [own["k", owner] for owner in sharing_map], [own["v", owner] for owner in sharing_map]
-        cache = cls(k, v, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
+        k, v = [own["k", owner] for owner in kv_owner], [own["v", owner] for owner in kv_owner]
+        cache = cls(k, v, num_pad, kv_owner, force_mask=force_mask, num_pad_host=num_pad_host)
         cache.part, cache.serial = part, next(_serials)
-        cache.is_masked = cache.valid is not None  # saves a wait for the device when rows are dropped
+        cache.force_mask = cache.valid is not None  # saves a wait for the device when rows are dropped
         # copied asynchronously, since steps of other batches may be running
-        cache.where = to_device([offsets[owner] for owner in sharing_map], num_pad.device)
+        cache.where = to_device([offsets[owner] for owner in kv_owner], num_pad.device)
         return cache
 
     @property
@@ -192,9 +192,7 @@ class GraphedCache(KVCache):
             for memory in (self.k[owner], self.v[owner]):
                 memory[: len(rows), :, filled] = memory[:, :, filled][chosen]  # indexing copies first
         first = slice(len(rows))  # leading rows keep their addresses and strides
-        return self._with(
-            {owner: (self.k[owner][first], self.v[owner][first]) for owner in set(self.sharing_map)}, rows
-        )
+        return self._with({owner: (self.k[owner][first], self.v[owner][first]) for owner in set(self.kv_owner)}, rows)
 
     def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
         cache = super()._with(own, rows)
@@ -214,9 +212,9 @@ class TableView(StepView):
         int64. `table`: the table of `rope.rotary_table`."""
         self._memory, self._where, self._first, self._last = memory, where, first, last
         self._positions, self._table = positions, table
-        attend_one = backend_on(memory.device).decode_attention(memory)
-        assert attend_one is not None, "the back end cannot read addresses from a table"
-        self._attend_one = attend_one
+        decode_attention = backend_on(memory.device).decode_attention(memory)
+        assert decode_attention is not None, "the back end cannot read addresses from a table"
+        self._decode_attention = decode_attention
 
     @cached_property
     def rotation(self) -> Rotation | None:
@@ -226,7 +224,7 @@ class TableView(StepView):
         return GraphKVRange(self._memory, self._where[layer], self._first, self._last.expand(len(self._first)))
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        return self._attend_one(q, k, v, self.columns(layer))
+        return self._decode_attention(q, k, v, self.columns(layer))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores K and V [B, G, 1, K] in the column `last` of every row."""

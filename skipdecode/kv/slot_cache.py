@@ -48,19 +48,19 @@ class SlotCache:
     def __init__(
         self,
         config: DecoderConfig,
-        sharing_map: Sequence[int],
+        kv_owner: Sequence[int],
         ends: Sequence[int],
         *,
         dtype: torch.dtype,
         device: torch.device,
         is_closed: bool = False,
     ) -> None:
-        """`sharing_map` as in `KVCache`. `ends` [L]: the decode step from which on a layer does not run. `is_closed`:
+        """`kv_owner` as in `KVCache`. `ends` [L]: the decode step from which on a layer does not run. `is_closed`:
         all rows join at once, and memory is for these alone."""
-        self._config, self._sharing_map, self._dtype, self._device = config, list(sharing_map), dtype, device
+        self._config, self._kv_owner, self._dtype, self._device = config, list(kv_owner), dtype, device
         self._backend, self._is_closed = backend_on(device), is_closed
         # shared K/V are as long as the longest of the layers needs, which is the last in this order
-        self._ends = dict(sorted(zip(sharing_map, ends, strict=True)))
+        self._ends = dict(sorted(zip(kv_owner, ends, strict=True)))
         self.prompts: list[int] = []
         """The number of prompt tokens of each row of the batch."""
         self._limits: list[int] = []  # max_new_tokens
@@ -89,8 +89,8 @@ class SlotCache:
         self.keep([])
         self._k, self._v = self._allocate(len(prompts), self._columns(prompts, limits))
         self._num_rows = len(prompts)
-        (k, v), pads = ([own[owner] for owner in self._sharing_map] for own in (self._k, self._v)), [0] * len(prompts)
-        return KVCache(k, v, to_device(pads, self._device, torch.int64), self._sharing_map, paddings=pads)
+        (k, v), pads = ([own[owner] for owner in self._kv_owner] for own in (self._k, self._v)), [0] * len(prompts)
+        return KVCache(k, v, to_device(pads, self._device, torch.int64), self._kv_owner, num_pad_host=pads)
 
     def fill(self, rows: Sequence[int], prompts: Sequence[int], limits: Sequence[int]) -> None:
         """Makes `rows`, a subset of those given to `open`, the batch, once their prompts are fed."""
@@ -165,7 +165,7 @@ class SlotCache:
 
     def memory_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of all rows of the batch: [B, G, columns of the layer, K]."""
-        owner, rows = self._sharing_map[layer], slice(self.first, self.first + self.num_rows)
+        owner, rows = self._kv_owner[layer], slice(self.first, self.first + self.num_rows)
         if self.num_rows == self._num_rows:  # 2 L slices are a tenth of a small model's step
             return self._k[owner], self._v[owner]
         return self._k[owner][rows], self._v[owner][rows]
@@ -175,7 +175,7 @@ class SlotCache:
         return self._backend
 
     def prepare_step(
-        self, kernels: Sequence[FusedLayer], layers: Sequence[int], index: Tensor, most: int, *, feeds: bool
+        self, kernels: Sequence[FusedLayer], layers: Sequence[int], index: Tensor, most: int, *, runs_ffn: bool
     ) -> Callable[[Tensor], Tensor]:
         """`Backend.prepare_step` for tokens that attend; `index` and `most` as in `TokensView`.
 
@@ -184,14 +184,14 @@ class SlotCache:
         """
         backend, size = self._backend, index.shape[1]
         room = max(MIN_PREPARED_TOKENS, 1 << (size - 1).bit_length()) if backend.accepts_fewer_rows else size
-        key = (room, most if backend.needs_query_index else 1, feeds, *layers, *kernels)
+        key = (room, most if backend.needs_query_index else 1, runs_ffn, *layers, *kernels)
         if key not in self._prepared:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
             own_index = index.new_zeros(len(index), room)
             one = _token_columns(self.memory_of(layers[0]), own_index, most)
             columns = [one._replace(k=k, v=v) for k, v in map(self.memory_of, layers)]
-            call = backend.prepare_step(kernels, room, columns, feeds=feeds)
+            call = backend.prepare_step(kernels, room, columns, runs_ffn=runs_ffn)
             self._prepared[key] = _PreparedCall(own_index, call, {})
         prepared = self._prepared[key]
         if size not in prepared.parts:
@@ -201,8 +201,8 @@ class SlotCache:
 
     def view(self, table: Tensor | None = None) -> "SlotView":
         """All rows of the batch in the step that `begin` prepared; `table` as in `SlotView`."""
-        attend_one = self._backend.decode_attention(self._k[0])
-        return SlotView(self, 0, len(self._visible), table, attend_one)
+        decode_attention = self._backend.decode_attention(self._k[0])
+        return SlotView(self, 0, len(self._visible), table, decode_attention)
 
     # --- rows start..end-1 in the step that `begin` prepared
 
@@ -212,18 +212,18 @@ class SlotCache:
 
     def memory(self, layer: int, start: int, end: int) -> KVRange:
         """Like `KVCache.columns`, but the last column differs from row to row."""
-        owner, rows = self._sharing_map[layer], slice(self.first + start, self.first + end)
+        owner, rows = self._kv_owner[layer], slice(self.first + start, self.first + end)
         return KVRange(self._k[owner][rows], self._v[owner][rows], self._zeros[start:end], self._at[start:end])
 
     def write(self, layer: int, start: int, end: int, k: Tensor, v: Tensor) -> None:
         """Stores K and V [n, G, 1, K] at each row's position."""
-        owner, rows, at = self._sharing_map[layer], self._rows[start:end], self._at[start:end]
+        owner, rows, at = self._kv_owner[layer], self._rows[start:end], self._at[start:end]
         self._k[owner][rows, :, at] = k[:, :, 0]
         self._v[owner][rows, :, at] = v[:, :, 0]
 
     def visible(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """K and V [n, G, S, K], and the mask [n, 1, 1, S] bool: True up to each row's position."""
-        owner, columns = self._sharing_map[layer], self._visible[start] + 1
+        owner, columns = self._kv_owner[layer], self._visible[start] + 1
         rows = slice(self.first + start, self.first + end)
         mask = self._mask[start:end, :, :, :columns]
         return self._k[owner][rows, :, :columns], self._v[owner][rows, :, :columns], mask
@@ -303,11 +303,11 @@ class SlotView(StepView):
     """Rows of a slot cache in the step that `begin` prepared, one new token each."""
 
     def __init__(
-        self, cache: SlotCache, start: int, end: int, table: Tensor | None, attend_one: DecodeAttention | None
+        self, cache: SlotCache, start: int, end: int, table: Tensor | None, decode_attention: DecodeAttention | None
     ) -> None:
-        """`table`: the table of `rope.rotary_table`; `attend_one` as in `KVCache`."""
+        """`table`: the table of `rope.rotary_table`; `decode_attention` as in `KVCache`."""
         self._cache, self._start, self._end, self._table = cache, start, end, table
-        self._attend_one, self.has_kernels = attend_one, attend_one is not None
+        self._decode_attention, self.has_kernels = decode_attention, decode_attention is not None
 
     @property
     def rotation(self) -> Rotation | None:
@@ -317,8 +317,8 @@ class SlotView(StepView):
         return self._cache.memory(layer, self._start, self._end)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if self._attend_one is not None:
-            return self._attend_one(q, k, v, self.columns(layer))
+        if self._decode_attention is not None:
+            return self._decode_attention(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         keys, values, mask = self._cache.visible(layer, self._start, self._end)
@@ -329,7 +329,7 @@ class SlotView(StepView):
 
     def part(self, where: slice) -> "SlotView":
         start, end, _ = where.indices(self._end - self._start)
-        return SlotView(self._cache, self._start + start, self._start + end, self._table, self._attend_one)
+        return SlotView(self._cache, self._start + start, self._start + end, self._table, self._decode_attention)
 
     def last(self, h: Tensor) -> tuple[Tensor, "SlotView"]:
         raise AssertionError("there is one new token per row already")
@@ -348,8 +348,8 @@ class TokensView(StepView):
         """`slots`, `positions` [N] int64: no two tokens have both alike. `table`: the table of `rope.rotary_table`.
         `most`: the largest number of tokens of a slot."""
         self._cache, self._slots, self._at, self._table, self._most = cache, slots, positions, table, most
-        self._attend_one = cache.token_attention
-        self.has_kernels = self._attend_one is not None
+        self._decode_attention = cache.token_attention
+        self.has_kernels = self._decode_attention is not None
 
     def advance(self) -> None:
         """Moves every token to its slot's next position."""
@@ -379,16 +379,16 @@ class TokensView(StepView):
         return _token_columns(self._cache.memory_of(layer), self.index, self._most)
 
     def run_fused(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, runs_ffn: bool
     ) -> Tensor:
         """`KVView.run_fused`, by a cached call if the tokens attend (`SlotCache.prepare_step`)."""
         if not attends:
-            return super().run_fused(kernels, h, layers, attends=attends, feeds=feeds)
-        return self._cache.prepare_step(kernels, layers, self.index, self._most, feeds=feeds)(h)
+            return super().run_fused(kernels, h, layers, attends=attends, runs_ffn=runs_ffn)
+        return self._cache.prepare_step(kernels, layers, self.index, self._most, runs_ffn=runs_ffn)(h)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if self._attend_one is not None:
-            return self._attend_one(q, k, v, self.columns(layer))
+        if self._decode_attention is not None:
+            return self._decode_attention(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         number, mask = self._queries

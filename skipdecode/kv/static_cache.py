@@ -3,7 +3,7 @@
 The positions that run a layer are a prefix of the sequence, so layer `l` needs memory for its first n_l positions only:
 a decode step costs no memory in the layers it skips. Rows are left-padded to a common length, so that all rows write
 the same column of the cache in a step: a row's position is its column minus its padding. Prompts may also be fed
-without their padding, where the back end takes them (`PromptsView`). Nothing here decides what runs.
+without their padding, where the back end takes them (`PackedPromptsView`). Nothing here decides what runs.
 
 B rows, L layers, R shared prefixes, T new columns, N tokens of all prompts, S columns, H query heads, G key/value
 heads, K head dim, D width.
@@ -36,13 +36,13 @@ class SharedPrefixKV:
         self,
         k: Sequence[Tensor],
         v: Sequence[Tensor],
-        sharing_map: Sequence[int],
+        kv_owner: Sequence[int],
         lengths: Tensor,
         prefix_of_row: Tensor,
     ) -> None:
         """`lengths` [R] int64: tokens of each prefix. `prefix_of_row` [B] int64: the prefix of each row, -1 if it has
         none."""
-        self._k, self._v, self._sharing_map = k, v, sharing_map
+        self._k, self._v, self._kv_owner = k, v, kv_owner
         self._lengths, self._prefix_of_row = lengths, prefix_of_row
         has_prefix = prefix_of_row >= 0
         chosen = prefix_of_row.clamp(min=0)
@@ -54,22 +54,20 @@ class SharedPrefixKV:
     @property
     def memory(self) -> list[Tensor]:
         """The K and V tensors, each once."""
-        return [t[layer] for layer in set(self._sharing_map) for t in (self._k, self._v)]
+        return [t[layer] for layer in set(self._kv_owner) for t in (self._k, self._v)]
 
     def columns(self, layer: int) -> SharedPrefix:
         return SharedPrefix(self._k[layer], self._v[layer], self._offsets, self.counts)
 
     def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
         """The prefixes of some of the rows, in the same memory."""
-        return SharedPrefixKV(
-            self._k, self._v, self._sharing_map, self._lengths, self._prefix_of_row[rows].contiguous()
-        )
+        return SharedPrefixKV(self._k, self._v, self._kv_owner, self._lengths, self._prefix_of_row[rows].contiguous())
 
 
 class KVCache:
     """k[l], v[l]: [B, G, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
 
-    `sharing_map` [L]: the layer whose memory holds each layer's K/V, which is its own unless neighbours share theirs
+    `kv_owner` [L]: the layer whose memory holds each layer's K/V, which is its own unless neighbours share theirs
     (AcrossKV). `shared`: the prefixes of prompts that several rows read; the columns here are those after them.
     """
 
@@ -78,15 +76,15 @@ class KVCache:
         k: list[Tensor],
         v: list[Tensor],
         num_pad: Tensor,
-        sharing_map: Sequence[int],
+        kv_owner: Sequence[int],
         *,
-        is_masked: bool = False,
-        paddings: Sequence[int] | None = None,
+        force_mask: bool = False,
+        num_pad_host: Sequence[int] | None = None,
     ) -> None:
-        """`num_pad` [B] int64: columns of left padding. `paddings` [B]: the same numbers on the host, which saves a
+        """`num_pad` [B] int64: columns of left padding. `num_pad_host` [B]: the same numbers on the host, which saves a
         wait for the device; None if not known there."""
-        self.k, self.v, self.sharing_map, self.is_masked = k, v, sharing_map, is_masked
-        self.num_pad, self.paddings = num_pad, paddings
+        self.k, self.v, self.kv_owner, self.force_mask = k, v, kv_owner, force_mask
+        self.num_pad, self.num_pad_host = num_pad, num_pad_host
         self.length = 0
         self.shared: SharedPrefixKV | None = None
         # a [B] tensor, always the same one, and the `length` that it was last filled with
@@ -95,9 +93,9 @@ class KVCache:
         self._by_device: dict[torch.device, Self] = {}  # made by `on`, for devices other than that of `num_pad`
         self._parts: list[tuple[slice, Self]] = []
         columns = torch.arange(max(t.shape[2] for t in k), device=num_pad.device)
-        # Without padding, attention needs no mask. `is_masked` asks for one all the same, so that the choice of a
+        # Without padding, attention needs no mask. `force_mask` asks for one all the same, so that the choice of a
         # kernel, and with it the last bit, does not depend on the other rows of the batch.
-        has_mask = is_masked or (bool(num_pad.any()) if paddings is None else any(paddings))
+        has_mask = force_mask or (bool(num_pad.any()) if num_pad_host is None else any(num_pad_host))
         self.valid: Tensor | None = columns >= num_pad[:, None] if has_mask else None  # [B, S]
 
     @classmethod
@@ -107,34 +105,34 @@ class KVCache:
         *,
         num_pad: Tensor,
         capacities: Sequence[int],
-        sharing_map: Sequence[int] | None = None,
+        kv_owner: Sequence[int] | None = None,
         dtype: torch.dtype,
-        is_masked: bool = False,
+        force_mask: bool = False,
         devices: Sequence[torch.device] | None = None,
-        paddings: Sequence[int] | None = None,
+        num_pad_host: Sequence[int] | None = None,
     ) -> "KVCache":
         """An empty cache for len(num_pad) rows with `capacities` [L] columns per layer (`prefill.allocate_cache`).
 
-        `sharing_map`: None if no layers share; those that do have the capacity of the layer that stores their K/V.
+        `kv_owner`: None if no layers share; those that do have the capacity of the layer that stores their K/V.
         `devices` [L]: None if all layers are on the device of `num_pad`.
         """
-        sharing_map = range(len(capacities)) if sharing_map is None else sharing_map
-        assert len(capacities) == len(sharing_map) == config.num_hidden_layers, (
+        kv_owner = range(len(capacities)) if kv_owner is None else kv_owner
+        assert len(capacities) == len(kv_owner) == config.num_hidden_layers, (
             len(capacities),
             config.num_hidden_layers,
         )
         rows, heads, dim = len(num_pad), config.num_kv_heads, config.head_dim
 
         where = [num_pad.device] * len(capacities) if devices is None else devices
-        shapes = {owner: (rows, heads, capacities[owner], dim) for owner in sorted(set(sharing_map))}
+        shapes = {owner: (rows, heads, capacities[owner], dim) for owner in sorted(set(kv_owner))}
         own = _memory(shapes, dtype, where)
-        k, v = [own[owner][0] for owner in sharing_map], [own[owner][1] for owner in sharing_map]
-        return cls(k, v, num_pad, sharing_map, is_masked=is_masked, paddings=paddings)
+        k, v = [own[owner][0] for owner in kv_owner], [own[owner][1] for owner in kv_owner]
+        return cls(k, v, num_pad, kv_owner, force_mask=force_mask, num_pad_host=num_pad_host)
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V; what layers or rows share counts once."""
-        own = [t for owner in set(self.sharing_map) for t in (self.k[owner], self.v[owner])]
+        own = [t for owner in set(self.kv_owner) for t in (self.k[owner], self.v[owner])]
         own += self.shared.memory if self.shared else []
         return sum(t.numel() * t.element_size() for t in own)
 
@@ -145,7 +143,7 @@ class KVCache:
         return own if self.shared is None else own + self.shared.counts
 
     @property
-    def attend_one(self) -> DecodeAttention | None:
+    def decode_attention(self) -> DecodeAttention | None:
         """The back end's attention for one new token per row (`Backend.decode_attention`); None if it has none."""
         return backend_on(self.num_pad.device).decode_attention(self.k[0])
 
@@ -166,16 +164,16 @@ class KVCache:
         return columns
 
     def run_fused(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, runs_ffn: bool
     ) -> Tensor:
         """`KVView.run_fused` by a cached call: from step to step only `length` changes, never the memory."""
         if attends:
             self._newest()
             least = min(self.k[layer].shape[2] for layer in layers)
             assert self.length < least, f"a layer of {layers} has room for {least} columns"
-        if (key := (*layers, *kernels, attends, feeds)) not in self._steps:
+        if (key := (*layers, *kernels, attends, runs_ffn)) not in self._steps:
             columns = [self.columns(layer) for layer in layers] if attends else None
-            self._steps[key] = backend_on(h.device).prepare_step(kernels, len(h), columns, feeds=feeds)
+            self._steps[key] = backend_on(h.device).prepare_step(kernels, len(h), columns, runs_ffn=runs_ffn)
         return self._steps[key](h)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +194,7 @@ class KVCache:
         assert self.shared is None, "attention by torch's operators does not read shared prefixes"
         total = self.length + num_new
         if self.valid is None:
-            # `is_causal` aligns queries with the first keys, so it serves a prompt from column 0 and nothing else
+            # a single new column sees everything; `is_causal` fits whole prompts only
             is_whole = num_new == 1 or self.length == 0
             return None if is_whole else causal_mask(num_new, total, self.num_pad.device)[None, None]
         valid = self.valid[:, None, None, :total]  # [B, 1, 1, S]
@@ -207,7 +205,7 @@ class KVCache:
     def slice_rows(self, start: int, end: int) -> Self:
         """A cache of rows start..end-1 in the same memory, with a `length` of its own."""
         rows = slice(start, end)
-        return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.sharing_map)}, rows)
+        return self._with({owner: (self.k[owner][rows], self.v[owner][rows]) for owner in set(self.kv_owner)}, rows)
 
     def on(self, device: torch.device) -> Self:
         """The cache as the layers on `device` see it: the same memory, with padding and mask on that device; made
@@ -217,7 +215,7 @@ class KVCache:
         if device not in self._by_device:
             num_pad = self.num_pad.to(device, non_blocking=True)
             made = type(self)(
-                self.k, self.v, num_pad, self.sharing_map, is_masked=self.is_masked, paddings=self.paddings
+                self.k, self.v, num_pad, self.kv_owner, force_mask=self.force_mask, num_pad_host=self.num_pad_host
             )
             self._by_device[device] = made
         other = self._by_device[device]
@@ -238,15 +236,15 @@ class KVCache:
     def unpadded_row(self, row: int) -> "KVCache":
         """One row of an empty cache in the same memory, without the row's padding, which becomes zeros."""
         assert self.length == 0, "the cache is not empty"
-        assert self.paddings is not None, "the row's padding is not known on the host"
-        pad, rows, own = self.paddings[row], slice(row, row + 1), {}
-        for owner in set(self.sharing_map):
+        assert self.num_pad_host is not None, "the row's padding is not known on the host"
+        pad, rows, own = self.num_pad_host[row], slice(row, row + 1), {}
+        for owner in set(self.kv_owner):
             memory = self.k[owner][rows], self.v[owner][rows]
             for tensor in memory:
                 tensor[:, :, :pad] = 0
             own[owner] = [tensor[:, :, pad:] for tensor in memory]
-        k, v = ([own[owner][which] for owner in self.sharing_map] for which in range(2))
-        return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.sharing_map, paddings=[0])
+        k, v = ([own[owner][which] for owner in self.kv_owner] for which in range(2))
+        return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.kv_owner, num_pad_host=[0])
 
     def with_length(self, length: int) -> Self:
         """A cache in the same memory, of which `length` columns are filled."""
@@ -260,7 +258,7 @@ class KVCache:
         `runs` [L]: whether a later step runs each layer's attention; the K/V of other layers are dropped.
         """
         left, shapes = self.storing_layers(runs), {}
-        for owner in sorted(set(self.sharing_map)):
+        for owner in sorted(set(self.kv_owner)):
             _, heads, columns, dim = self.k[owner].shape
             shapes[owner] = (len(rows), heads, columns if owner in left else 0, dim)
         own = _memory(shapes, self.k[0].dtype, [t.device for t in self.k])
@@ -273,16 +271,16 @@ class KVCache:
 
     def storing_layers(self, runs: Sequence[bool]) -> list[int]:
         """The layers whose memory is read by layers that run."""
-        return sorted({owner for owner, is_run in zip(self.sharing_map, runs, strict=True) if is_run})
+        return sorted({owner for owner, is_run in zip(self.kv_owner, runs, strict=True) if is_run})
 
     def _with(self, own: Mapping[int, tuple[Tensor, Tensor]], rows: Sequence[int] | slice) -> Self:
         """A cache of these rows in the memory `own`, given by the layer that stores it."""
-        k, v = [own[owner][0] for owner in self.sharing_map], [own[owner][1] for owner in self.sharing_map]
+        k, v = [own[owner][0] for owner in self.kv_owner], [own[owner][1] for owner in self.kv_owner]
         chosen = rows if isinstance(rows, slice) else to_device(rows, self.num_pad.device)
         known = None
-        if self.paddings is not None:
-            known = self.paddings[rows] if isinstance(rows, slice) else [self.paddings[row] for row in rows]
-        cache = type(self)(k, v, self.num_pad[chosen], self.sharing_map, is_masked=self.is_masked, paddings=known)
+        if self.num_pad_host is not None:
+            known = self.num_pad_host[rows] if isinstance(rows, slice) else [self.num_pad_host[row] for row in rows]
+        cache = type(self)(k, v, self.num_pad[chosen], self.kv_owner, force_mask=self.force_mask, num_pad_host=known)
         cache.length = self.length
         cache.shared = None if self.shared is None else self.shared.of(chosen)
         return cache
@@ -313,8 +311,8 @@ class PaddedView(StepView):
         self._cache, self._positions, self._table = cache, positions, table
         self._original = original or cache
         self._num_new = positions.shape[1]
-        self._attend_one = cache.attend_one if self._num_new == 1 else None
-        self.has_kernels = self._attend_one is not None
+        self._decode_attention = cache.decode_attention if self._num_new == 1 else None
+        self.has_kernels = self._decode_attention is not None
 
     @cached_property
     def rotation(self) -> Rotation | None:
@@ -324,17 +322,17 @@ class PaddedView(StepView):
         return self._cache.columns(layer)
 
     def run_fused(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, runs_ffn: bool
     ) -> Tensor:
-        return self._cache.run_fused(kernels, h, layers, attends=attends, feeds=feeds)
+        return self._cache.run_fused(kernels, h, layers, attends=attends, runs_ffn=runs_ffn)
 
     @cached_property
     def _mask(self) -> Tensor | None:
         return self._cache.mask(self._num_new)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if self._attend_one is not None:
-            return self._attend_one(q, k, v, self.columns(layer))
+        if self._decode_attention is not None:
+            return self._decode_attention(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
         return attention(q, *self._cache.read(layer, self._num_new), self._mask)
@@ -355,7 +353,7 @@ class PaddedView(StepView):
         return h[:, -1:].contiguous(), PaddedView(cache, self._positions[:, -1:], self._table)
 
 
-class PromptsView:
+class PackedPromptsView:
     """Prompts fed into `cache` without their padding, where every layer is one kernel: states are [N, D], the
     tokens of all prompts one after the other.
 
@@ -365,12 +363,14 @@ class PromptsView:
     has_kernels = stores_by_kernel = True
     rotation = None
 
-    def __init__(self, cache: KVCache, positions: Tensor, table: Tensor | None, before: Tensor | None = None) -> None:
-        """`before` [B] int64: tokens of each prompt that are already in `cache` or in a shared prefix; None if none
+    def __init__(
+        self, cache: KVCache, positions: Tensor, table: Tensor | None, num_cached: Tensor | None = None
+    ) -> None:
+        """`num_cached` [B] int64: tokens of each prompt that are already in `cache` or in a shared prefix; None if none
         are."""
         self._cache, self._positions, self._table = cache, positions, table
         columns = cache.num_pad if cache.shared is None else cache.num_pad - cache.shared.counts
-        self.prompts = PackedPrompts(positions, columns, before)
+        self.prompts = PackedPrompts(positions, columns, num_cached)
         self.pack = self.prompts.pack
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -380,17 +380,17 @@ class PromptsView:
         raise AssertionError("prompts without padding need layers that are one kernel")
 
     def run_fused(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, runs_ffn: bool
     ) -> Tensor:
         for kernel, layer in zip(kernels, layers, strict=True):
             memory = self._memory(layer) if attends else None
-            h = kernel.run_prompts(h, self.prompts, memory, feeds=feeds, shared=self._shared(layer))
+            h = kernel.run_prompts(h, self.prompts, memory, runs_ffn=runs_ffn, shared=self._shared(layer))
         return h
 
     def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
 
-    def part(self, where: slice) -> "PromptsView":
+    def part(self, where: slice) -> "PackedPromptsView":
         assert where == slice(None), "all rows of a static batch are at the same step"
         return self
 
@@ -420,9 +420,9 @@ class LastTokensView(StepView):
         return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last_columns, shared=shared)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        attend_one = self._cache.attend_one
-        assert attend_one is not None, "prompts without padding need a back end with kernels"
-        return attend_one(q, k, v, self.columns(layer))
+        decode_attention = self._cache.decode_attention
+        assert decode_attention is not None, "prompts without padding need a back end with kernels"
+        return decode_attention(q, k, v, self.columns(layer))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise AssertionError("the prompts' keys and values are stored already")

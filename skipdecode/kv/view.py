@@ -38,7 +38,7 @@ class KVView(Protocol):
         """Stores K and V [B, G, T, K] of the new tokens."""
 
     def run_fused(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, runs_ffn: bool
     ) -> Tensor:
         """Runs `layers` one after the other as kernels: attention, feed-forward, or both of each. Works in place.
 
@@ -72,10 +72,10 @@ class StepView:
         raise NotImplementedError
 
     def run_fused(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, runs_ffn: bool
     ) -> Tensor:
         columns = [self.columns(layer) for layer in layers] if attends else None
-        return backend_on(h.device).prepare_step(kernels, len(h), columns, feeds=feeds)(h)
+        return backend_on(h.device).prepare_step(kernels, len(h), columns, runs_ffn=runs_ffn)(h)
 
     def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         raise AssertionError("a kernel for prompts, in a decode step")

@@ -17,7 +17,7 @@ from skipdecode.backends.backend import FusedLayer, PackedWeight
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.rope import rotary_table
 from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
-from skipdecode.kv.static_cache import KVCache, PaddedView, PromptsView
+from skipdecode.kv.static_cache import KVCache, PackedPromptsView, PaddedView
 from skipdecode.kv.view import KVView
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer import Layer, make_norm
@@ -251,7 +251,7 @@ class Decoder(nn.Module):
             return self.argmax(last) if return_argmax else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_table)
         if ranges.last_token_at is not None and self.supports_packed_prompts(cache.k[0]):
-            kv = prompts = PromptsView(cache, positions, self.rotary_table, before)
+            kv = prompts = PackedPromptsView(cache, positions, self.rotary_table, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]

@@ -64,7 +64,7 @@ class Layer(nn.Module):
         return [self.qkv, self.out_proj, self.fc1, self.fc2]
 
     def forward(
-        self, h: Tensor, kv: KVView, number: int, *, attends: bool, feeds: bool, query: Linear | None = None
+        self, h: Tensor, kv: KVView, number: int, *, attends: bool, runs_ffn: bool, query: Linear | None = None
     ) -> Tensor:
         """Attention, feed-forward or both for h [B, T, D]; a kernel works in place. FSDP gathers the layer's weights
         for this call.
@@ -74,10 +74,10 @@ class Layer(nn.Module):
         """
         kernel = self.kernel if query is None or not attends else self.query_kernel
         if kernel is not None and kv.has_kernels:
-            return kv.run_fused([kernel], h, [number], attends=attends, feeds=feeds)
+            return kv.run_fused([kernel], h, [number], attends=attends, runs_ffn=runs_ffn)
         if attends:
             h = self._attend(h, kv, number, query)
-        return self.feed(h) if feeds else h
+        return self.feed(h) if runs_ffn else h
 
     def store(self, h: Tensor, kv: KVView, number: int) -> None:
         """Stores K and V of h [B, T, D], and does nothing else."""

@@ -1,10 +1,10 @@
-"""The layer loop, for which the sublayers that run, and the rows or tokens that they run on, are data (`LayerRanges`).
+"""The layer loop: `LayerRanges` says which sublayers run on which rows or tokens.
 
 The loop serves static batches (a layer runs on all rows or on none), continuous batches (on the last rows, which are at
 the earliest steps) and teacher-forced passes (on the first tokens): the tokens that run a layer are contiguous.
 Embedding and LM head are in `decoder`, a layer in `layer`, keys and values in `skipdecode.kv`.
 
-B rows, T new tokens, D width.
+B rows, T new tokens, N tokens of packed prompts, D width.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -51,7 +51,7 @@ def run_layers(
     ffns: FFNExecutor = ALL_ROWS,
     recompute: bool = False,
 ) -> tuple[Tensor, KVView]:
-    """Runs h [B, T, D] (or as `kv` has it) through the layers; returns the states before the LM head, and the view of
+    """Runs h [B, T, D] (or packed [N, D]) through the layers; returns the states before the LM head, and the view of
     the tokens that are left.
 
     `ffns` runs deferred feed-forward blocks. `recompute`: keep only the inputs of layers for the backward pass
@@ -88,29 +88,29 @@ def _run(
     ffns: FFNExecutor = ALL_ROWS, recompute: bool = False,
 ) -> tuple[Tensor, KVView]:  # fmt: skip
     """Runs some groups of layers on one device, as `run_layers`."""
-    entered: slice | None = None  # SwiftKV: tokens whose upper K/V are written
+    upper_kv_written: slice | None = None  # SwiftKV: the tokens for which they are
     layers = model.layers
     for group in groups:
         i = group[0]
         attn, ffn = ranges.attn[i], ranges.ffn[i]
         is_upper = attn is not None and ranges.swiftkv_from is not None and i >= ranges.swiftkv_from
-        if is_upper and (new := ranges.entering(i, entered)) is not None:
+        if is_upper and (new := ranges.entering(i, upper_kv_written)) is not None:
             assert model.swiftkv is not None, "the plan uses SwiftKV, and the model has no SwiftKV weights"
             part = h if new == ALL else h[new]
             model.swiftkv.write(part, kv.part(new), ranges.layers_of(new), layers)
-            entered = attn
+            upper_kv_written = attn
         if i == ranges.last_token_at:
             if attn is not None and not is_upper:
                 layers[i].store(h, kv, i)
             h, kv = kv.last(h)
         call = layer_call(recompute=recompute)
-        feeds_too = ffn is not None and ffn == attn and not (ranges.deferred_ffns and ranges.deferred_ffns[i])
+        ffn_with_attn = ffn is not None and ffn == attn and not (ranges.deferred_ffns and ranges.deferred_ffns[i])
         if attn is not None:
             queries = model.swiftkv if is_upper else None
-            run = partial(_run_group, layers, group, kv.part(attn), feeds=feeds_too, queries=queries, call=call)
+            run = partial(_run_group, layers, group, kv.part(attn), runs_ffn=ffn_with_attn, queries=queries, call=call)
             h = _replace_part(h, attn, ranges.axis, run)
-        if ffn is not None and not feeds_too:
-            run_ffn = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, feeds=True)
+        if ffn is not None and not ffn_with_attn:
+            run_ffn = partial(call, layers[i], kv=kv.part(ffn), number=i, attends=False, runs_ffn=True)
             h = _replace_part(h, ffn, ranges.axis, partial(ffns.run, i, layers[i], run_ffn))
     return h, kv
 
@@ -127,17 +127,17 @@ def _call(layer: Layer, h: Tensor, **how: Any) -> Tensor:
 
 def _run_group(
     layers: Sequence[Layer], group: Sequence[int], kv: KVView, h: Tensor, *,
-    feeds: bool, queries: SwiftKV | None, call: Callable[..., Tensor],
+    runs_ffn: bool, queries: SwiftKV | None, call: Callable[..., Tensor],
 ) -> Tensor:  # fmt: skip
-    """Runs the attention of a group of layers, and their feed-forward if `feeds`. `queries`: SwiftKV's query
+    """Runs the attention of a group of layers, and their feed-forward if `runs_ffn`. `queries`: SwiftKV's query
     projections, None for the layers' own."""
     if kv.has_kernels:
         fused = [layers[i].kernel if queries is None else layers[i].query_kernel for i in group]
         if None not in fused:
-            return kv.run_fused(cast(list[FusedLayer], fused), h, group, attends=True, feeds=feeds)
+            return kv.run_fused(cast(list[FusedLayer], fused), h, group, attends=True, runs_ffn=runs_ffn)
     for i in group:
         query = None if queries is None else queries.query(i)
-        h = call(layers[i], h, kv=kv, number=i, attends=True, feeds=feeds, query=query)
+        h = call(layers[i], h, kv=kv, number=i, attends=True, runs_ffn=runs_ffn, query=query)
     return h
 
 

@@ -24,7 +24,7 @@ from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import LayerRanges, Range
-from skipdecode.schedules.schedule import Schedule, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_owner_of_layers
 
 IGNORE = -100  # torch's cross_entropy default
 
@@ -83,7 +83,7 @@ def teacher_forced_states(
     ffns = ffns or ffn_executor(schedule, B, device, gather=False)
     ffns.start_pass(plans, P)
     ranges = token_ranges(schedule.prefill(), plans, P, ffns)
-    kv = ForcedView(positions, mask, model.rotary_table, kv_sharing_map(schedule, model.config.kv_group_size))
+    kv = ForcedView(positions, mask, model.rotary_table, kv_owner_of_layers(schedule, model.config.kv_group_size))
     h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, ranges, ffns=ffns, recompute=recompute)
     return h[:, P - 1 :]
 
@@ -112,7 +112,7 @@ class ForcedView:
     """[B, 1, n, n] bool; None: causal, no padding."""
     table: Tensor | None
     """The table of `rope.rotary_table`."""
-    sharing_map: Sequence[int]
+    kv_owner: Sequence[int]
     """[L] the layer whose K/V each layer attends to, if it has none of its own."""
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """SwiftKV: K and V [B, G, S, K] of all columns, by the layer that stores them."""
@@ -127,14 +127,14 @@ class ForcedView:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is None or v is None:
-            k, v = (t[:, :, : q.shape[2]] for t in self.shared[self.sharing_map[layer]])
+            k, v = (t[:, :, : q.shape[2]] for t in self.shared[self.kv_owner[layer]])
         return attention(q, k, v, self.mask)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.shared[layer] = (k, v)
 
     def run_fused(
-        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, feeds: bool
+        self, kernels: Sequence[FusedLayer], h: Tensor, layers: Sequence[int], *, attends: bool, runs_ffn: bool
     ) -> Tensor:
         raise AssertionError("kernels have no gradient")
 
@@ -146,14 +146,14 @@ class ForcedView:
         if n == self.positions.shape[1]:
             return self
         mask = None if self.mask is None else self.mask[:, :, :n, :n]
-        return ForcedView(self.positions[:, :n], mask, self.table, self.sharing_map, self.shared)
+        return ForcedView(self.positions[:, :n], mask, self.table, self.kv_owner, self.shared)
 
     def on(self, device: torch.device, table: Tensor | None) -> "ForcedView":
         self.moved.setdefault(self.positions.device, (self.positions, self.mask))
         if device not in self.moved:
             mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
             self.moved[device] = self.positions.to(device, non_blocking=True), mask
-        return ForcedView(*self.moved[device], table, self.sharing_map, self.shared, self.moved)
+        return ForcedView(*self.moved[device], table, self.kv_owner, self.shared, self.moved)
 
     def last(self, h: Tensor) -> tuple[Tensor, "ForcedView"]:
         raise AssertionError("all tokens' states are wanted")

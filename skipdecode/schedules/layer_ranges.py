@@ -74,16 +74,16 @@ class LayerRanges:
         is_swiftkv_entry = self.swiftkv_from is not None and first < self.swiftkv_from <= layer
         return not is_deferred and not is_swiftkv_entry and layer != self.last_token_at
 
-    def entering(self, layer: int, entered: slice | None) -> Range:
+    def entering(self, layer: int, upper_kv_written: slice | None) -> Range:
         """SwiftKV: the tokens for which `layer` is the first upper layer, whose upper K/V are to be written now;
-        `entered` are the tokens whose upper K/V are written."""
+        `upper_kv_written`: the tokens for which they are."""
         part = self.attn[layer]
         assert part is not None, "a layer that does not run"
-        if entered is None:
+        if upper_kv_written is None:
             return part if self.axis == 0 else ALL  # tokens all at once: their states stay until they run a layer
-        if self.axis == 1 or (part.start or 0) >= (entered.start or 0):
+        if self.axis == 1 or (part.start or 0) >= (upper_kv_written.start or 0):
             return None
-        return slice(part.start, entered.start)
+        return slice(part.start, upper_kv_written.start)
 
     def layers_of(self, part: slice) -> list[bool]:
         """[L] whether each layer's attention runs on any of `part`."""

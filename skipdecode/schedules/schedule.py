@@ -205,7 +205,7 @@ def has_no_kv_holes(plans: Sequence[LayerPlan]) -> bool:
     return all(not now or before for a, b in pairs for before, now in zip(a.attn, b.attn, strict=True))
 
 
-def kv_sharing_map(schedule: Schedule, group_size: int) -> list[int]:
+def kv_owner_of_layers(schedule: Schedule, group_size: int) -> list[int]:
     """[L] the layer whose K/V each layer attends to: its own, or with SwiftKV that of the first layer of its group."""
     swiftkv_from = schedule.prefill().swiftkv_from
     first = schedule.num_layers if swiftkv_from is None else swiftkv_from
@@ -213,12 +213,12 @@ def kv_sharing_map(schedule: Schedule, group_size: int) -> list[int]:
 
 
 def kv_capacities(
-    sharing_map: Sequence[int], schedule: Schedule, num_prompt_tokens: int, max_new_tokens: int
+    kv_owner: Sequence[int], schedule: Schedule, num_prompt_tokens: int, max_new_tokens: int
 ) -> dict[int, int]:
     """Positions of K/V by the layer that stores them: the prompt, and the steps that run it or a layer that shares its
     K/V."""
     capacities: dict[int, int] = {}
-    for layer, steps in zip(sharing_map, steps_per_layer(schedule, max_new_tokens - 1), strict=True):
+    for layer, steps in zip(kv_owner, steps_per_layer(schedule, max_new_tokens - 1), strict=True):
         capacities[layer] = max(capacities.get(layer, 0), num_prompt_tokens + steps)
     return capacities
 

@@ -25,7 +25,7 @@ from skipdecode.model.layer_loop import layer_call, run_layers
 from skipdecode.model.teacher_forcing import ForcedView, TeacherBatch, token_ranges
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import LayerRanges
-from skipdecode.schedules.schedule import Schedule, kv_sharing_map
+from skipdecode.schedules.schedule import Schedule, kv_owner_of_layers
 
 PromptKV = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values of the prompts by layer, [B, G, P - 1, K] each."""
@@ -77,11 +77,11 @@ class SharedPromptForward:
         model, start = self.model, self.batch.prompt_columns - 1
         tokens, positions = self.batch.tokens[:, start:], self._positions[:, start:]
         plans = [schedule.step(k) for k in range(tokens.shape[1] - 1)]
-        sharing_map = tuple(kv_sharing_map(schedule, model.config.kv_group_size))
+        kv_owner = tuple(kv_owner_of_layers(schedule, model.config.kv_group_size))
         seen = causal_mask(tokens.shape[1], start + tokens.shape[1], tokens.device)
         mask = self._valid & seen if self._has_padding else seen[None, None]
         kv = ResponseView(
-            positions, mask, model.rotary_table, sharing_map, before=self._prompts(schedule.prefill(), sharing_map)
+            positions, mask, model.rotary_table, kv_owner, before=self._prompts(schedule.prefill(), kv_owner)
         )
         ffns.start_pass(plans, 1)
         ranges = token_ranges(schedule.prefill(), plans, 1, ffns)
@@ -104,19 +104,19 @@ class SharedPromptForward:
             if key not in views:
                 views[key] = ConcatenatedView.of([one_pass.kv.part(slice(one_pass.columns(i))) for one_pass in running])
             h = torch.cat([one_pass.h[:, : one_pass.columns(i)] for one_pass in running], dim=1)
-            made = call(layer, h, kv=views[key], number=i, attends=True, feeds=True)
+            made = call(layer, h, kv=views[key], number=i, attends=True, runs_ffn=True)
             for one_pass, own in zip(running, torch.split(made, list(filter(None, widths)), dim=1), strict=True):
                 rest = one_pass.h[:, own.shape[1] :]
                 one_pass.h = torch.cat([own, rest], dim=1) if rest.shape[1] else own
 
-    def _prompts(self, plan: LayerPlan, sharing_map: tuple[int, ...]) -> PromptKV:
-        with_gradient = (plan, sharing_map, True)
-        key = with_gradient if with_gradient in self._prompt_kv else (plan, sharing_map, torch.is_grad_enabled())
+    def _prompts(self, plan: LayerPlan, kv_owner: tuple[int, ...]) -> PromptKV:
+        with_gradient = (plan, kv_owner, True)
+        key = with_gradient if with_gradient in self._prompt_kv else (plan, kv_owner, torch.is_grad_enabled())
         if key not in self._prompt_kv:
-            self._prompt_kv[key] = self._run_prompts(plan, sharing_map)
+            self._prompt_kv[key] = self._run_prompts(plan, kv_owner)
         return self._prompt_kv[key]
 
-    def _run_prompts(self, plan: LayerPlan, sharing_map: Sequence[int]) -> PromptKV:
+    def _run_prompts(self, plan: LayerPlan, kv_owner: Sequence[int]) -> PromptKV:
         end, device = self.batch.prompt_columns - 1, self.batch.tokens.device
         if not end:
             return {}
@@ -125,7 +125,7 @@ class SharedPromptForward:
             mask = self._valid[..., :end] & causal_mask(end, end, device) | diagonal(end, end, device)
         positions = self._positions[:, :end]
         copies = self.recompute or not torch.is_grad_enabled()
-        kv = PromptView(positions, mask, self.model.rotary_table, sharing_map, copies=copies)
+        kv = PromptView(positions, mask, self.model.rotary_table, kv_owner, copies=copies)
         h = self.model.embed(self.batch.tokens[:, :end], positions)
         if self._is_sharded and plan.swiftkv_from is None:
             return self._run_whole(h, kv, plan)
@@ -205,7 +205,7 @@ class ResponseView(ForcedView):
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         if k is None or v is None:
-            layer = self.sharing_map[layer]
+            layer = self.kv_owner[layer]
             k, v = (t[:, :, : q.shape[2]] for t in self.shared[layer])
         if layer in self.before:
             k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.before[layer], (k, v), strict=True))
@@ -218,7 +218,7 @@ class ResponseView(ForcedView):
             return self
         assert self.mask is not None
         mask = self.mask[:, :, :n, : self.mask.shape[-1] - (old - n)]
-        return ResponseView(self.positions[:, :n], mask, self.table, self.sharing_map, self.shared, before=self.before)
+        return ResponseView(self.positions[:, :n], mask, self.table, self.kv_owner, self.shared, before=self.before)
 
 
 @dataclass

@@ -79,7 +79,7 @@ class SwiftKVLeastSquares:
             if number >= self.added.first:
                 found.append(layer.qkv(layer.attn_norm(h))[..., model.config.q_dim :][is_token])
             if number + 1 < len(model.layers):
-                h = layer(h, kv=view, number=number, attends=True, feeds=True)
+                h = layer(h, kv=view, number=number, attends=True, runs_ffn=True)
         return x, torch.cat(self._by_group(found), dim=-1)
 
     def _by_group(self, found: Sequence[Tensor]) -> list[Tensor]:

@@ -221,7 +221,7 @@ def test_production_shapes_in_bfloat16(name: str) -> None:
         cohort.step()
         logits.append(graphs._logits[:4].float().clone())
     assert graphs.failure is None
-    tokens = torch.stack(cohort._made, dim=1).tolist()
+    tokens = torch.stack(cohort._unsent_tokens, dim=1).tolist()
     for row, prompt in enumerate(prompts):
         whole = torch.tensor([[*prompt, *tokens[row][:-1]]], device=DEVICE)
         pad = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -246,8 +246,8 @@ def test_prompts_of_groups_need_no_scores_in_memory(name: str, longest: int, dty
     made = []
     fused, plain = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], [SDPBackend.MATH]
     for backends in (fused, plain):
-        tokens, num_pad, paddings = pad_prompts(model, requests, None, None)
-        cache = allocate_cache(model, num_pad, tokens.shape[1], plan, 2, paddings=paddings)
+        tokens, num_pad, num_pad_host = pad_prompts(model, requests, None, None)
+        cache = allocate_cache(model, num_pad, tokens.shape[1], plan, 2, num_pad_host=num_pad_host)
         with torch.inference_mode(), sdpa_kernel(backends):
             made.append(feed_prompts(model, tokens, cache, plan.prefill()).float())
     assert float((made[0] - made[1]).norm() / made[1].norm()) < BF16_RELATIVE_ERROR

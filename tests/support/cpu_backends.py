@@ -125,7 +125,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantiza
 
 
 def read_last(
-    kernel: LayerKernel, h: Tensor, prompts: PackedPrompts, memory: tuple[Tensor, Tensor] | None, *, feeds: bool
+    kernel: LayerKernel, h: Tensor, prompts: PackedPrompts, memory: tuple[Tensor, Tensor] | None, *, runs_ffn: bool
 ) -> Tensor:
     """A layer behind whose keys and values only the last token of each prompt goes on: [N, D] -> [B, 1, D]."""
     columns = None
@@ -133,9 +133,9 @@ def read_last(
         assert kernel.store is not None
         kernel.store(h, prompts, {0: memory})
         columns = KVRange(*memory, prompts.columns, prompts.last_columns)
-    return step_one(kernel, prompts.last(h), columns, feeds=feeds)
+    return step_one(kernel, prompts.last(h), columns, runs_ffn=runs_ffn)
 
 
-def step_one(kernel: LayerKernel, h: Tensor, columns: KVRange | None, *, feeds: bool) -> Tensor:
+def step_one(kernel: LayerKernel, h: Tensor, columns: KVRange | None, *, runs_ffn: bool) -> Tensor:
     """`Step` of one layer."""
-    return Step([kernel], len(h), None if columns is None else [columns], feeds=feeds)(h)
+    return Step([kernel], len(h), None if columns is None else [columns], runs_ffn=runs_ffn)(h)

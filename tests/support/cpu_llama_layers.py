@@ -157,15 +157,24 @@ class LlamaLayer:
         h = h + self.linear("fc2", x)
         return h if self.spec.is_pre else self.norm("ffn", h)
 
-    def read(self, h: Tensor, *, attends: bool = True, feeds: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, h: Tensor, *, attends: bool = True, runs_ffn: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """A prompt h [T, D] -> [T, D], and its keys and values [T, G, K]."""
         q, k, v = self.queries_keys_values(h, torch.arange(len(h)))
         if attends:
             h = self.attend(h, q, k[None], v[None], torch.ones(len(h), len(h), dtype=torch.bool).tril())
-        return self.feed(h) if feeds else h, k, v
+        return self.feed(h) if runs_ffn else h, k, v
 
     def step(
-        self, h: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, is_new: bool, attends: bool, feeds: bool
+        self,
+        h: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first: Tensor,
+        last: Tensor,
+        *,
+        is_new: bool,
+        attends: bool,
+        runs_ffn: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, D], k, v [B, G, S, K] -> [B, D], and the cache with the new column."""
         if attends:
@@ -176,7 +185,7 @@ class LlamaLayer:
             columns = torch.arange(k.shape[2])
             mask = (columns >= first[:, None]) & (columns <= last[:, None])
             h = self.attend(h, q, k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.feed(h) if feeds else h, k, v
+        return self.feed(h) if runs_ffn else h, k, v
 
 
 REAL = [

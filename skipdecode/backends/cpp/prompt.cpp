@@ -387,7 +387,7 @@ void run(Team team, const Cut& cut, int num_threads, MakeScratch make_scratch, W
 }
 
 template <typename T>
-void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, int feeds, const Memory<T>& memory,
+void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, int runs_ffn, const Memory<T>& memory,
                  int num_threads) {
   const int64_t rows = prompts.starts[prompts.count], width = block->width(), attended = block->heads.width();
   const Team team = {rows >= MANY * num_threads};
@@ -407,7 +407,7 @@ void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, 
         for (int64_t earlier = cut.of(prompts.starts[parts[0].prompt]); earlier < chunk; ++earlier)
           while (!is_stored[earlier].load(std::memory_order_acquire)) std::this_thread::yield();
       });
-    if (feeds) feed_rows(team, *block, to - from, states, scratch);
+    if (runs_ffn) feed_rows(team, *block, to - from, states, scratch);
   });
 }
 
@@ -443,9 +443,10 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
 // computed from (SwiftKV).
 #define EXPORT(NAME, T)                                                                                                 \
   extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns,       \
-                                const int64_t* before, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,      \
+                                const int64_t* before, T* h, int attends, int runs_ffn, T* k, T* v, int64_t capacity,   \
                                 const Shared* shared, int num_threads) {                                                \
-    run_prompts<T>(block, {count, starts, columns, before}, h, attends, feeds, {k, v, capacity, shared}, num_threads);  \
+    run_prompts<T>(block, {count, starts, columns, before}, h, attends, runs_ffn, {k, v, capacity, shared},             \
+                   num_threads);                                                                                        \
   }                                                                                                                     \
   extern "C" void store_##NAME(const Heads* heads, const Norm* norm, int64_t layers, const Product* products,           \
                                const void* const* k_norms, int64_t count, const int64_t* starts,                        \

@@ -125,9 +125,9 @@ bool has_shared_slots(const int64_t* slots, int64_t rows) {
 
 // Runs a layer by all threads of a team.
 template <typename T>
-void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, int feeds, T* k, T* v, int64_t capacity,
-               const int64_t* first, const int64_t* last, const int64_t* slots, bool shares_slots, const Shared* shared,
-               const Scratch<T>& scratch, Clock& clock) {
+void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, int runs_ffn, T* k, T* v,
+               int64_t capacity, const int64_t* first, const int64_t* last, const int64_t* slots, bool shares_slots,
+               const Shared* shared, const Scratch<T>& scratch, Clock& clock) {
   const Heads& heads = block->heads;
   const int64_t width = block->width(), attended = heads.width(), made = block->qkv.outputs;
   const bool is_pre = block->is_pre_norm;
@@ -161,7 +161,7 @@ void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, i
     if (!is_pre) post_norm(team, rows, width, block->attn_norm, epsilon, h);
     clock.end(OUT);
   }
-  if (feeds) {
+  if (runs_ffn) {
     normalise(team, rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, quantized);
     clock.end(NORMS);
     const auto feed = block->is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
@@ -175,7 +175,7 @@ void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, i
 }
 
 template <typename T>
-void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int feeds, T* const* k,
+void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int runs_ffn, T* const* k,
               T* const* v, const int64_t* capacities, const int64_t* const* first, const int64_t* const* last,
               const int64_t* slots, const Shared* shared, double* seconds, int num_threads) {
   // rows that share a slot or read a shared prefix are not split among threads
@@ -194,7 +194,7 @@ void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int
     for (int64_t i = 0; i < count; ++i) {
       const Heads& heads = blocks[i]->heads;
       const int64_t before = slots ? 0 : from * heads.groups * heads.dim * capacities[i];
-      run_layer<T>(team, blocks[i], own, h + from * blocks[i]->width(), attends, feeds, k[i] + before, v[i] + before,
+      run_layer<T>(team, blocks[i], own, h + from * blocks[i]->width(), attends, runs_ffn, k[i] + before, v[i] + before,
                    capacities[i], first[i] + from, last[i] + from, slots ? slots + from : nullptr, shares_slots,
                    shared ? shared + i : nullptr, scratch, clock);
     }
@@ -207,11 +207,11 @@ void run_step(const Block* const* blocks, int64_t count, int64_t rows, T* h, int
 // its cache [rows, groups, capacity, dim]. `slots` [rows] or null: of all layers, as in attention.h. `shared` [count]:
 // the prefixes in front of the cache; null: none. The time of each stage is added to `seconds`, unless that is null.
 #define EXPORT(NAME, T)                                                                                                 \
-  extern "C" void step_##NAME(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int feeds,    \
+  extern "C" void step_##NAME(const Block* const* blocks, int64_t count, int64_t rows, T* h, int attends, int runs_ffn, \
                               T* const* k, T* const* v, const int64_t* capacities, const int64_t* const* first,         \
                               const int64_t* const* last, const int64_t* slots, const Shared* shared, double* seconds,  \
                               int num_threads) {                                                                        \
-    run_step<T>(blocks, count, rows, h, attends, feeds, k, v, capacities, first, last, slots, shared, seconds,          \
+    run_step<T>(blocks, count, rows, h, attends, runs_ffn, k, v, capacities, first, last, slots, shared, seconds,       \
                 num_threads);                                                                                           \
   }
 FOR_EACH_TYPE(EXPORT)

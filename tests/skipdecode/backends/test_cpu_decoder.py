@@ -34,7 +34,7 @@ from skipdecode.schedules.schedule import (
     SkipDecode,
     SwiftKVPrefill,
     Unified,
-    kv_sharing_map,
+    kv_owner_of_layers,
 )
 from tests.support.cpu_backends import Kind, backend, int8_backend, kind, nearest_int8
 from tests.support.examples import examples
@@ -282,15 +282,13 @@ def test_swiftkv_prompts_of_any_shape(kind: Kind, kv_layers: int, group_size: in
     columns, num_pad = max(lengths), torch.tensor([max(lengths) - n for n in lengths])
     tokens, positions = torch.randint(4, 90, (2, columns)), (torch.arange(columns) - num_pad[:, None]).clamp(min=-1)
     plan = SwiftKVPrefill(FullDepth(6), kv_layers).prefill()
-    sharing_map = kv_sharing_map(SwiftKVPrefill(FullDepth(6), kv_layers), group_size)
+    kv_owner = kv_owner_of_layers(SwiftKVPrefill(FullDepth(6), kv_layers), group_size)
     seen = []
     for is_fused in (True, False):
         for block in model.layers:
             if not is_fused:
                 block.kernel = block.query_kernel = None
-        cache = KVCache.allocate(
-            CONFIG, num_pad=num_pad, capacities=[columns + 1] * 6, sharing_map=sharing_map, dtype=dtype
-        )
+        cache = KVCache.allocate(CONFIG, num_pad=num_pad, capacities=[columns + 1] * 6, kv_owner=kv_owner, dtype=dtype)
         with torch.inference_mode():
             first = model(tokens, positions, cache, plan)
             seen.append((first, model(tokens[:, :1], positions[:, -1:] + 1, cache, plan)))

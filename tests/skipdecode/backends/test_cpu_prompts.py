@@ -53,18 +53,18 @@ class Filled:
         """[2, H, S, K] of the prompt's own columns."""
         return torch.stack([self.k, self.v])[:, row, :, int(self.pads[row]) : self.columns]
 
-    def read(self, block: Layer, *, attends: bool, feeds: bool, only_last: bool = False) -> Tensor:
+    def read(self, block: Layer, *, attends: bool, runs_ffn: bool, only_last: bool = False) -> Tensor:
         assert block.kernel is not None
         h, memory = self.h.clone(), (self.k, self.v) if attends else None
         if only_last:
-            return read_last(block.kernel, h, self.prompts, memory, feeds=feeds)
-        return block.kernel.run_prompts(h, self.prompts, memory, feeds=feeds)
+            return read_last(block.kernel, h, self.prompts, memory, runs_ffn=runs_ffn)
+        return block.kernel.run_prompts(h, self.prompts, memory, runs_ffn=runs_ffn)
 
 
-def exact_prompt(block: Layer, h: Tensor, *, attends: bool, feeds: bool) -> tuple[Tensor, Tensor]:
+def exact_prompt(block: Layer, h: Tensor, *, attends: bool, runs_ffn: bool) -> tuple[Tensor, Tensor]:
     """A prompt [T, D] without padding through a layer of parts: [T, D], and [2, H, T, K] of keys and values."""
     view = Kept(torch.arange(len(h))[None], None, None, [])
-    return block(h[None], view, 0, attends=attends, feeds=feeds)[0], view.kept
+    return block(h[None], view, 0, attends=attends, runs_ffn=runs_ffn)[0], view.kept
 
 
 class Kept(ForcedView):
@@ -107,9 +107,9 @@ def test_prompts_in_one_call_are_the_layer(
 ) -> None:
     """Against float32. A prompt's bits are those it has alone, whatever it is padded with and how work is shared."""
     torch.manual_seed(seed)
-    (width, heads), (attends, feeds), (dtype, quantization) = shape, does, kind
+    (width, heads), (attends, runs_ffn), (dtype, quantization) = shape, does, kind
     block, _, exact = layers(width, heads, dtype=dtype, is_plain=is_plain, is_post=is_post, quantization=quantization)
-    keys = {"attends": attends, "feeds": feeds}
+    keys = {"attends": attends, "runs_ffn": runs_ffn}
     with torch.inference_mode():
         batch = Filled(lengths, width, heads, dtype, spare)
         with num_threads(threads):
@@ -144,14 +144,14 @@ def test_long_prompts_are_cut_anywhere(kind: Kind, threads: int) -> None:
     with torch.inference_mode():
         batch = Filled(lengths, 64, 2, dtype)
         with num_threads(threads):
-            made = [batch.read(block, attends=True, feeds=True) for _ in range(3)]
+            made = [batch.read(block, attends=True, runs_ffn=True) for _ in range(3)]
         assert all(torch.equal(made[0], other) for other in made[1:])
         for row in range(len(lengths)):
-            wanted, _ = exact_prompt(exact, batch.h[batch.span(row)].float(), attends=True, feeds=True)
+            wanted, _ = exact_prompt(exact, batch.h[batch.span(row)].float(), attends=True, runs_ffn=True)
             assert (made[0][batch.span(row)].float() - wanted).abs().max() <= TOLERANCE[dtype] * float(
                 wanted.abs().max()
             )
-            assert torch.equal(batch.row(row).read(block, attends=True, feeds=True), made[0][batch.span(row)])
+            assert torch.equal(batch.row(row).read(block, attends=True, runs_ffn=True), made[0][batch.span(row)])
 
 
 def test_threads_wait_for_keys_that_others_make(product_dtype: torch.dtype) -> None:
@@ -160,7 +160,7 @@ def test_threads_wait_for_keys_that_others_make(product_dtype: torch.dtype) -> N
     block, _, _ = layers(512, 2, dtype=product_dtype)
     with torch.inference_mode(), num_threads(5):
         for _ in range(10):
-            assert Filled([2048], 512, 2, product_dtype).read(block, attends=True, feeds=False).isfinite().all()
+            assert Filled([2048], 512, 2, product_dtype).read(block, attends=True, runs_ffn=False).isfinite().all()
 
 
 def test_scores_far_apart_do_not_overflow(product_dtype: torch.dtype) -> None:
@@ -172,7 +172,7 @@ def test_scores_far_apart_do_not_overflow(product_dtype: torch.dtype) -> None:
     block.qkv.bias[:32], block.qkv.bias[64:96] = 300, 300  # head 0: scores of 500,000, all alike
     with torch.inference_mode():
         batch = Filled([70], 64, 2, product_dtype)
-        made = batch.read(block, attends=True, feeds=False)
+        made = batch.read(block, attends=True, runs_ffn=False)
     assert made.isfinite().all()
 
 
@@ -207,7 +207,7 @@ def test_keys_and_values_of_several_layers_in_one_call(
 
 SUBLAYERS = [
     LayerPlan((True, False, True), (True, True, True)),
-    LayerPlan((True, True, False), (True, False, True)),  # the last layer only feeds
+    LayerPlan((True, True, False), (True, False, True)),  # the last layer runs its FFN only
     LayerPlan((True, True, True), (False, False, False)),
     LayerPlan((True, True, False), (True, True, False)),
     LayerPlan((False, False, False), (True, False, False)),
@@ -234,7 +234,7 @@ def test_prompts_of_any_plan(product_dtype: torch.dtype, plan: LayerPlan, how: s
 
     h, view = exact.embed(tokens, positions), ForcedView(positions, cache(torch.float32).mask(9), None, [])
     for i, block in enumerate(exact.layers):
-        h = block(h, view, i, attends=plan.attn[i], feeds=plan.ffn[i])
+        h = block(h, view, i, attends=plan.attn[i], runs_ffn=plan.ffn[i])
     wanted = exact.head(h[:, -1])
     if how == "plain":
         model = exact
@@ -255,10 +255,10 @@ def test_prompts_in_one_call_refuse_what_they_would_misread(product_dtype: torch
     k, h, prompts = batch.k, batch.h, batch.prompts
     for memory in ((k[:1], k), (k.double(), k), (k, k[:, :, :3]), (k[:, :, :4].contiguous(),) * 2):
         with pytest.raises(AssertionError):
-            block.kernel.run_prompts(h, prompts, memory, feeds=True)
+            block.kernel.run_prompts(h, prompts, memory, runs_ffn=True)
     for wrong in (h[1:], h.double(), h[:, :32], h.T.contiguous().T):
         with pytest.raises(AssertionError):
-            block.kernel.run_prompts(wrong, prompts, (k, k.clone()), feeds=True)
+            block.kernel.run_prompts(wrong, prompts, (k, k.clone()), runs_ffn=True)
     for positions in ([[0, 1], [-1, -1]], [[0, -1], [0, 1]]):
         with pytest.raises(AssertionError, match="left-padded"):
             PackedPrompts(torch.tensor(positions), torch.zeros(2, dtype=torch.int64))
@@ -299,19 +299,19 @@ class Batch:
         return self.k[row, :, own].transpose(0, 1), self.v[row, :, own].transpose(0, 1)
 
 
-def check_prompts(layer: LlamaLayer, lengths: list[int], threads: int, *, feeds: bool = True) -> None:
+def check_prompts(layer: LlamaLayer, lengths: list[int], threads: int, *, runs_ffn: bool = True) -> None:
     batch, kernel = Batch(lengths, layer, spare=2), layer.kernel()
     alone = Batch([lengths[-1]], layer)
     with num_threads(threads):
-        made = kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
+        made = kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), runs_ffn=runs_ffn)
         alone.h = batch.h[batch.span(len(lengths) - 1)].clone()
-        made_alone = kernel.run_prompts(alone.h.clone(), alone.prompts, (alone.k, alone.v), feeds=feeds)
+        made_alone = kernel.run_prompts(alone.h.clone(), alone.prompts, (alone.k, alone.v), runs_ffn=runs_ffn)
         own = [x[-1, :, batch.pads[-1] : batch.columns].clone() for x in (batch.k, batch.v)]
-        last = read_last(kernel, batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=feeds)
+        last = read_last(kernel, batch.h.clone(), batch.prompts, (batch.k, batch.v), runs_ffn=runs_ffn)
     assert torch.equal(made_alone, made[batch.span(len(lengths) - 1)])
     assert torch.equal(torch.stack(own), torch.stack([alone.k[0], alone.v[0]]))
     for row, h in batch.rows():
-        wanted, k, v = layer.read(h, feeds=feeds)
+        wanted, k, v = layer.read(h, runs_ffn=runs_ffn)
         assert_close(made[batch.span(row)], wanted, layer.dtype)
         assert_close(last[row, 0], wanted[-1], layer.dtype)
         for held, exact in zip(batch.cached(row), (k, v), strict=True):
@@ -323,15 +323,15 @@ def check_prompts(layer: LlamaLayer, lengths: list[int], threads: int, *, feeds:
     spec=specs(),
     lengths=st.lists(st.integers(1, POSITIONS + 20), min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
-    feeds=st.booleans(),
+    runs_ffn=st.booleans(),
     threads=st.integers(1, 3),
 )
 def test_prompts_are_the_layer(
-    kind: Kind, spec: Spec, lengths: list[int], seed: int, feeds: bool, threads: int
+    kind: Kind, spec: Spec, lengths: list[int], seed: int, runs_ffn: bool, threads: int
 ) -> None:
     """Also their last tokens alone. A prompt's bits are those it has alone."""
     torch.manual_seed(seed)
-    check_prompts(LlamaLayer(spec, *kind), lengths, threads, feeds=feeds)
+    check_prompts(LlamaLayer(spec, *kind), lengths, threads, runs_ffn=runs_ffn)
 
 
 @pytest.mark.parametrize("spec", REAL, ids=str)
@@ -349,7 +349,7 @@ def test_many_tokens_each_thread_some(kind: Kind) -> None:
     made = []
     for threads in (1, 2, 5, 16):
         with num_threads(threads):
-            made.append(kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True))
+            made.append(kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), runs_ffn=True))
     assert all(torch.equal(made[0], other) for other in made[1:])
     for row, h in batch.rows():
         assert_close(made[0][batch.span(row)], layer.read(h)[0], layer.dtype)
@@ -362,11 +362,11 @@ def test_a_prompt_and_steps_are_one_pass(kind: Kind, spec: Spec) -> None:
     lengths, num_steps = [9, 30, 1], 5
     batch, kernel = Batch(lengths, layer, num_steps), layer.kernel()
     new = torch.randn(num_steps, 3, 1, spec.width).to(layer.dtype)
-    read = kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), feeds=True)
+    read = kernel.run_prompts(batch.h.clone(), batch.prompts, (batch.k, batch.v), runs_ffn=True)
     made = [[read[batch.span(row)]] for row in range(3)]
     for step in range(num_steps):
         last = torch.full((3,), batch.columns + step)
-        out = step_one(kernel, new[step].clone(), KVRange(batch.k, batch.v, batch.prompts.columns, last), feeds=True)
+        out = step_one(kernel, new[step].clone(), KVRange(batch.k, batch.v, batch.prompts.columns, last), runs_ffn=True)
         for row in range(3):
             made[row].append(out[row])
     for row, h in batch.rows():
@@ -395,7 +395,7 @@ def test_keys_of_several_layers_in_one_call(kind: Kind, has_head_norms: bool) ->
         store(batch.h, batch.prompts, memory)
     for at, (batch.k, batch.v) in memory.items():
         for row, h in batch.rows():
-            _, k, v = layers[at].read(h, attends=False, feeds=False)
+            _, k, v = layers[at].read(h, attends=False, runs_ffn=False)
             for held, wanted in zip(batch.cached(row), (k, v), strict=True):
                 assert_close(held, wanted, dtype)
             assert batch.k[row, :, : batch.pads[row]].isnan().all()

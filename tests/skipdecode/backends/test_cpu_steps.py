@@ -34,8 +34,10 @@ class OneLayer:
     def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return attend_one(q, k, v, self.held)
 
-    def run_fused(self, kernels: list[LayerKernel], h: Tensor, _: list[int], *, attends: bool, feeds: bool) -> Tensor:
-        return Step(kernels, len(h), [self.held] * len(kernels) if attends else None, feeds=feeds)(h)
+    def run_fused(
+        self, kernels: list[LayerKernel], h: Tensor, _: list[int], *, attends: bool, runs_ffn: bool
+    ) -> Tensor:
+        return Step(kernels, len(h), [self.held] * len(kernels) if attends else None, runs_ffn=runs_ffn)(h)
 
 
 @given(
@@ -61,7 +63,7 @@ def test_a_layer_in_one_call_is_the_layer(
 ) -> None:
     """Against float32, and against its parts one after the other; a row's bits are those it has alone."""
     torch.manual_seed(seed)
-    (width, heads), (attends, feeds), (dtype, quantization) = shape, does, kind
+    (width, heads), (attends, runs_ffn), (dtype, quantization) = shape, does, kind
     block, parts, exact = layers(
         width, heads, dtype=dtype, is_plain=is_plain, is_post=is_post, quantization=quantization
     )
@@ -69,7 +71,7 @@ def test_a_layer_in_one_call_is_the_layer(
     k, v = (torch.randn(rows, heads, capacity, width // heads).to(dtype) for _ in "kv")
     last = torch.randint(0, capacity, (rows,))
     first = (torch.rand(rows) * (last + 1)).long()
-    keys = {"attends": attends, "feeds": feeds}
+    keys = {"attends": attends, "runs_ffn": runs_ffn}
     with torch.inference_mode(), num_threads(threads):
         wanted = exact(h.float(), OneLayer(k.float(), v.float(), first, last), 0, **keys)
         by_parts = parts(h.clone(), own := OneLayer(k.clone(), v.clone(), first, last), 0, **keys)
@@ -110,7 +112,7 @@ def test_threads_with_many_rows_take_them_through_all_layers(
         columns = [KVRange(*cache, first, last) for cache in own] if does[0] else None
         with torch.inference_mode(), num_threads(threads):
             made.append(
-                [Step(kernels, len(h), columns, feeds=does[1])(h.clone()), *(x for cache in own for x in cache)]
+                [Step(kernels, len(h), columns, runs_ffn=does[1])(h.clone()), *(x for cache in own for x in cache)]
             )
     assert not torch.equal(made[0][0], h)
     for several in made[1:]:
@@ -123,13 +125,13 @@ def test_a_layer_in_one_call_refuses_what_it_would_misread(product_dtype: torch.
     (block,) = Decoder(config).to(dtype).requires_grad_(False).pack().layers
     k = torch.zeros(3, 2, 5, 32, dtype=dtype)
     h, at = torch.zeros(3, 1, 64, dtype=dtype), torch.zeros(3, dtype=torch.int64)
-    block(h, OneLayer(k, k.clone(), at, at), 0, attends=True, feeds=True)
+    block(h, OneLayer(k, k.clone(), at, at), 0, attends=True, runs_ffn=True)
     for columns in ((k[:2], k, at, at), (k.double(), k, at, at), (k, k, at[:2], at), (k, k, at, at.int())):
         with pytest.raises(AssertionError):
-            block(h, OneLayer(*columns), 0, attends=True, feeds=True)
+            block(h, OneLayer(*columns), 0, attends=True, runs_ffn=True)
     for wrong in (h.double(), h[:, :, :32], torch.zeros(3, 2, 64, dtype=dtype)[:, :1]):
         with pytest.raises(AssertionError):
-            block(wrong, OneLayer(k, k, at, at), 0, attends=True, feeds=True)
+            block(wrong, OneLayer(k, k, at, at), 0, attends=True, runs_ffn=True)
 
 
 LAYERS, COLUMNS, SPARE = 2, 24, 3  # rows of the cache that nobody has
@@ -157,11 +159,13 @@ def test_tokens_at_places_are_rows(
     h2 = torch.randn(len(second), 1, model.config.hidden_size, generator=rng).to(dtype)
 
     wanted = [tuple(held[places].clone() for held in pair) for pair in memory]
-    made = Step(kernels, rows, [KVRange(k, v, torch.zeros_like(last), last) for k, v in wanted], feeds=True)(h.clone())
+    made = Step(kernels, rows, [KVRange(k, v, torch.zeros_like(last), last) for k, v in wanted], runs_ffn=True)(
+        h.clone()
+    )
     if meets:
         own = [tuple(held[second].clone() for held in pair) for pair in wanted]
         bounds = torch.zeros_like(second), last[second] + 1
-        made2 = Step(kernels, len(second), [KVRange(k, v, *bounds) for k, v in own], feeds=True)(h2.clone())
+        made2 = Step(kernels, len(second), [KVRange(k, v, *bounds) for k, v in own], runs_ffn=True)(h2.clone())
         for pair, owned in zip(wanted, own, strict=True):
             for held, new in zip(pair, owned, strict=True):
                 held[second] = new
@@ -173,7 +177,7 @@ def test_tokens_at_places_are_rows(
     columns = [KVRange(k, v, torch.zeros_like(at), at, slots=where) for k, v in memory]
     before = [tuple(held.clone() for held in pair) for pair in memory]
     with num_threads(threads):
-        ours = Step(kernels, len(at), columns, feeds=True)(torch.cat([h, h2])[mixed].contiguous())
+        ours = Step(kernels, len(at), columns, runs_ffn=True)(torch.cat([h, h2])[mixed].contiguous())
     assert torch.equal(ours, made[mixed])
     for pair, ended, begun in zip(memory, wanted, before, strict=True):
         for held, rows_then, all_before in zip(pair, ended, begun, strict=True):
@@ -182,7 +186,7 @@ def test_tokens_at_places_are_rows(
 
 
 def check_step(
-    layer: LlamaLayer, rows: int, capacity: int, threads: int, *, is_new: bool, attends: bool, feeds: bool
+    layer: LlamaLayer, rows: int, capacity: int, threads: int, *, is_new: bool, attends: bool, runs_ffn: bool
 ) -> None:
     spec, dtype = layer.spec, layer.dtype
     h = torch.randn(rows, 1, spec.width).to(dtype)
@@ -190,13 +194,13 @@ def check_step(
     last = torch.randint(0, capacity, (rows,))
     first = (torch.rand(rows) * (last + 1)).long()
     kernel = layer.kernel(only_queries=not is_new)
-    keys = {"attends": attends, "feeds": feeds}
+    keys = {"attends": attends, "runs_ffn": runs_ffn}
     wanted, wanted_k, wanted_v = layer.step(h[:, 0].float(), k.float(), v.float(), first, last, is_new=is_new, **keys)
     row = rows // 2
     one = KVRange(*(x[row : row + 1].clone() for x in (k, v, first, last)))
     with num_threads(threads):
-        alone = step_one(kernel, h[row : row + 1].clone(), one if attends else None, feeds=feeds)
-        made = step_one(kernel, h.clone(), KVRange(k, v, first, last) if attends else None, feeds=feeds)
+        alone = step_one(kernel, h[row : row + 1].clone(), one if attends else None, runs_ffn=runs_ffn)
+        made = step_one(kernel, h.clone(), KVRange(k, v, first, last) if attends else None, runs_ffn=runs_ffn)
     assert torch.equal(alone[0], made[row])
     assert_close(made[:, 0], wanted, dtype)
     assert_close(k, wanted_k, dtype)
@@ -218,15 +222,15 @@ def test_a_step_is_the_layer(
 ) -> None:
     """A row's bits are those it has alone. `is_new` False: keys and values are in the cache already (SwiftKV)."""
     torch.manual_seed(seed)
-    attends, feeds = does
-    check_step(LlamaLayer(spec, *kind), rows, capacity, threads, is_new=is_new, attends=attends, feeds=feeds)
+    attends, runs_ffn = does
+    check_step(LlamaLayer(spec, *kind), rows, capacity, threads, is_new=is_new, attends=attends, runs_ffn=runs_ffn)
 
 
 @pytest.mark.parametrize("spec", REAL, ids=str)
 def test_a_step_of_real_shapes(kind: Kind, spec: Spec) -> None:
     torch.manual_seed(0)
     for rows, capacity in ((1, 70), (13, 40)):
-        check_step(LlamaLayer(spec, *kind), rows, capacity, 2, is_new=True, attends=True, feeds=True)
+        check_step(LlamaLayer(spec, *kind), rows, capacity, 2, is_new=True, attends=True, runs_ffn=True)
 
 
 def test_positions_past_the_table_are_its_last(product_dtype: torch.dtype) -> None:
@@ -237,7 +241,7 @@ def test_positions_past_the_table_are_its_last(product_dtype: torch.dtype) -> No
     k, v = (torch.randn(2, 2, capacity, 32).to(product_dtype) for _ in "kv")
     first, last = torch.tensor([0, 9]), torch.tensor([capacity - 1] * 2)
     h = torch.randn(1, 1, 64).expand(2, 1, 64).to(product_dtype).contiguous()
-    step_one(kernel, h, KVRange(k, v, first, last), feeds=False)
+    step_one(kernel, h, KVRange(k, v, first, last), runs_ffn=False)
     assert torch.equal(k[0, :, -1], k[1, :, -1])
 
 
@@ -273,7 +277,7 @@ def test_a_layer_of_wrong_parts_is_refused(product_dtype: torch.dtype) -> None:
     kernel = build(shape, parts)
     k, at = torch.zeros(3, 2, 5, 32, dtype=product_dtype), torch.zeros(3, dtype=torch.int64)
     h = torch.zeros(3, 1, 64, dtype=product_dtype)
-    step_one(kernel, h, KVRange(k, k.clone(), at, at), feeds=True)
+    step_one(kernel, h, KVRange(k, k.clone(), at, at), runs_ffn=True)
     for held in (k[:, :1], k.repeat(1, 2, 1, 1), k[..., :16]):
         with pytest.raises(AssertionError):
-            step_one(kernel, h, KVRange(held.contiguous(), held.contiguous(), at, at), feeds=True)
+            step_one(kernel, h, KVRange(held.contiguous(), held.contiguous(), at, at), runs_ffn=True)

@@ -208,9 +208,13 @@ def test_on_a_cpu_output_is_read_at_once(loaded: Decoder) -> None:
 def test_a_mask_depends_on_the_rows_of_a_part_alone(loaded: Decoder) -> None:
     """Whether the host knows the padding, or asks for it."""
     num_pad = [0, 0, 3]
-    for paddings in (None, num_pad):
+    for num_pad_host in (None, num_pad):
         cache = KVCache.allocate(
-            loaded.config, num_pad=torch.tensor(num_pad), capacities=[5] * L, dtype=torch.float32, paddings=paddings
+            loaded.config,
+            num_pad=torch.tensor(num_pad),
+            capacities=[5] * L,
+            dtype=torch.float32,
+            num_pad_host=num_pad_host,
         )
         assert [cache.view(*part).valid is None for part in ((0, 2), (1, 3), (0, 3))] == [True, False, False]
         assert cache.keep([0, 1], [True] * L).valid is None

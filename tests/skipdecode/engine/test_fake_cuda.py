@@ -41,7 +41,7 @@ def requests_for(**keys: float) -> list[Request]:
 
 def prefilled(model: Decoder, requests: list[Request], schedule: Schedule) -> tuple[KVCache, torch.Tensor]:
     tokens, num_pad, _ = pad_prompts(model, requests, COLUMNS, ROWS)
-    cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True)
+    cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, force_mask=True)
     return cache, feed_prompts(model, tokens, cache, schedule.prefill())
 
 
@@ -208,7 +208,7 @@ def test_captured_steps_read_nothing_on_the_host(name: str) -> None:
         requests = requests_for()
         tokens, num_pad, _ = pad_prompts(model, requests, COLUMNS, ROWS)
         with NoWaits():  # a cohort that comes leaves others' steps running
-            cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, is_masked=True, graphs=graphs)
+            cache = allocate_cache(model, num_pad, COLUMNS, schedule, NEW, force_mask=True, graphs=graphs)
         newest = feed_prompts(model, tokens, cache, schedule.prefill(), return_argmax=True)
         for k in range(4):
             with fake.counting() as counted:

@@ -132,8 +132,10 @@ def test_prompts_take_a_gibibyte(seen: Seen, name: str, rows: int, columns: int)
     """States, masks and copies of keys together, whatever the lengths."""
     with fake_cuda():
         model, plan = fake_model(name, layers=L), FullDepth(L)
-        tokens, num_pad, paddings = pad_prompts(model, requests_for([columns - i % 9 for i in range(rows)]), None, None)
-        cache = allocate_cache(model, num_pad, columns, plan, 2, paddings=paddings)
+        tokens, num_pad, num_pad_host = pad_prompts(
+            model, requests_for([columns - i % 9 for i in range(rows)]), None, None
+        )
+        cache = allocate_cache(model, num_pad, columns, plan, 2, num_pad_host=num_pad_host)
         with Live(cache) as live:
             feed_prompts(model, tokens, cache, plan.prefill(), return_argmax=True)
     assert PREFILL_BYTES / 2 < live.most < 1.02 * PREFILL_BYTES
@@ -142,8 +144,8 @@ def test_prompts_take_a_gibibyte(seen: Seen, name: str, rows: int, columns: int)
 def test_a_long_prompt_goes_alone_and_has_no_mask(seen: Seen) -> None:
     with fake_cuda():
         model, plan, lengths = fake_model("llama-3.1-8b", layers=L), FullDepth(L), [20_000, 300, 19_999]
-        tokens, num_pad, paddings = pad_prompts(model, requests_for(lengths), None, None)
-        cache = allocate_cache(model, num_pad, lengths[0], plan, 2, paddings=paddings)
+        tokens, num_pad, num_pad_host = pad_prompts(model, requests_for(lengths), None, None)
+        cache = allocate_cache(model, num_pad, lengths[0], plan, 2, num_pad_host=num_pad_host)
         with Live(cache) as live:
             made = feed_prompts(model, tokens, cache, plan.prefill())
     assert made.shape == (3, model.config.vocab_size)

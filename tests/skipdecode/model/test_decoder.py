@@ -201,7 +201,7 @@ def check_rows_alone(model: Decoder) -> None:
     plan, (tokens, _, num_pad) = FullDepth(6).prefill(), left_pad(random_prompts([5, 9, 2]))
     wanted, filled = feed(model, tokens, num_pad, plan)
     cache = KVCache.allocate(
-        model.config, num_pad=num_pad, capacities=[64] * 6, dtype=torch.float32, paddings=num_pad.tolist()
+        model.config, num_pad=num_pad, capacities=[64] * 6, dtype=torch.float32, num_pad_host=num_pad.tolist()
     )
     for tensor in (*cache.k, *cache.v):
         tensor.fill_(torch.nan)
@@ -294,12 +294,12 @@ def test_rows_that_stay_take_along_what_later_steps_read() -> None:
 def test_a_mask_can_be_asked_for() -> None:
     """Fixed shapes always have one: which kernel runs must not depend on whether any row is padded."""
     config = OPTConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=1)
-    for is_masked in (False, True):
+    for force_mask in (False, True):
         num_pad = torch.tensor([0, 0])
-        cache = KVCache.allocate(config, num_pad=num_pad, capacities=[5], dtype=torch.float32, is_masked=is_masked)
+        cache = KVCache.allocate(config, num_pad=num_pad, capacities=[5], dtype=torch.float32, force_mask=force_mask)
         for held in (cache, cache.keep([1], [True])):
             mask = held.mask(3)
-            assert (mask is not None) is is_masked
+            assert (mask is not None) is force_mask
             if mask is not None:
                 assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 

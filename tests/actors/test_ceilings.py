@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from actors.measuring.ceilings import measure_ceilings
+from actors.ceilings import measure_ceilings
 
 
 def test_ceilings_are_measured() -> None:
@@ -19,10 +19,7 @@ def test_ceilings_are_measured() -> None:
 @pytest.mark.process
 def test_ceilings_of_bfloat16_on_a_cpu_that_does_not_multiply_it() -> None:
     """oneDNN refuses to lay such weights out there; a worker would end while it loads."""
-    code = (
-        "from actors.measuring.ceilings import measure_ceilings; "
-        "assert measure_ceilings('cpu', 'bfloat16').flops_per_s > 0"
-    )
+    code = "from actors.ceilings import measure_ceilings; assert measure_ceilings('cpu', 'bfloat16').flops_per_s > 0"
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
