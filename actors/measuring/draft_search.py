@@ -204,12 +204,14 @@ def named_decodes(carried: dict[str, Any] | None, num_layers: int, max_new_token
         method = str(carried.get("method", "skipdecode"))
         own = {"horizon": horizon} if "horizon" in METHODS[method].keys else {}
         yield {"method": method, **own} | {key: value for key, value in carried.items() if value is not None}
-    for method in ("skipdecode", "early_exit"):
+    keys = {"max_layers", "min_layers", "horizon"}
+    falling = [name for name, method in METHODS.items() if keys <= method.keys.keys()]
+    for method in falling:
         for speedup in PRESETS[24]:
             most, fewest = preset(num_layers, speedup)
             yield {"method": method, "max_layers": most, "min_layers": fewest, "horizon": horizon}
     for depth in sorted({max(1, round(share * num_layers)) for share in SHARES}):
-        for method in ("skipdecode", "early_exit"):
+        for method in falling:
             yield {"method": method, "max_layers": depth, "min_layers": depth, "horizon": 1}
         if depth >= 2:
             yield {"method": "unified", "layers": depth}

@@ -143,7 +143,7 @@ def test_readme_corpus(clone: Path, environment: dict[str, str], tmp_path: Path)
 def test_readme_fine_tune_then_generate(clone: Path, environment: dict[str, str]) -> None:
     block = readme_block("skipdecode finetune")
     write_jsonl(clone / "prompts.jsonl", GOOD_PROMPTS)
-    text = block.replace("facebook/opt-1.3b", "models/opt-e2e").replace("outputs/tuned", "outputs/readme-tuned")
+    text = block.replace("outputs/tuned", "outputs/readme-tuned")
     done = run(f"set -e\n{text}", clone, environment)
     assert done.returncode == 0, done.stderr[-3000:]
     good = ds.dataset(clone / "outputs/fast/data/status=ok").to_table()
