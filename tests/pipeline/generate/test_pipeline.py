@@ -112,7 +112,7 @@ def test_skipping_through_the_pipeline_equals_the_decoder_row_by_row(
     assert report["ffns_per_token"] == pytest.approx(sum(row["ffns_run"] for row in got.values()) / steps)
     assert (report["ffns_per_token"] < report["layers_per_token"]) is ("ffn_skip" in decode)
     s = report["speedup"]
-    assert s["batches"] >= 2
+    assert s["batches"] >= 3, "an interval takes three"
     assert s["ci95"][0] < s["measured"] < s["ci95"][1]
     assert s["layers"] > 1
     if "ffn_skip" not in decode:  # deciding by row costs more than it saves at this width, and the prediction says so
