@@ -14,6 +14,7 @@ import pyarrow as pa
 from pipeline.config.job import ConfigError, InputConfig, JobConfig
 from pipeline.formatting import Json
 from pipeline.input.columns import (
+    bad_text,
     check_chosen_id,
     check_source,
     is_id_type,
@@ -91,7 +92,7 @@ def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None
         for row in map(int, np.flatnonzero(np.asarray(table[source.messages_column].is_null()))):
             codes[row], messages[row] = PROMPT_MISSING, f"column {source.messages_column!r} is null"
     fields = _fields(table, source, codes, messages)
-    ids = _own_ids(table, source.id_column)
+    ids = _own_ids(table, source.id_column, codes, messages)
     for row, id in enumerate(ids):
         ids[row] = id or made_id(prompts[row] if source.text_column is not None else repr(fields[row]))
     kept = [name for name in table.column_names if name not in own_columns(source)]
@@ -147,14 +148,18 @@ def _texts(column: pa.ChunkedArray, name: str) -> tuple[list[str | None], list[s
     return texts, codes, messages
 
 
-def _own_ids(table: pa.Table, name: str) -> list[str | None]:
-    """The rows' own ids; None where a row has none."""
+def _own_ids(table: pa.Table, name: str, codes: list[str], messages: list[str]) -> list[str | None]:
+    """The rows' own ids; None where a row has none. A row where it cannot be read is marked as failed."""
     if name not in table.column_names or pa.types.is_null(table[name].type):
         return [None] * table.num_rows
     column = table[name]
     if not is_id_type(column.type):
         raise ConfigError("input.id_column", f"column {name!r} is {column.type}; ids are texts or whole numbers")
-    return [id for chunk in column.chunks for id in to_text(chunk)[0].to_pylist()]
+    parts = [to_text(chunk) for chunk in column.chunks]
+    for row in map(int, np.flatnonzero(np.concatenate([np.zeros(0, bool), *(bad for _, bad in parts)]))):
+        codes[row] = codes[row] or BAD_LINE
+        messages[row] = messages[row] or f"column {name!r} {bad_text(column.type)}"
+    return [id for texts, _ in parts for id in texts.to_pylist()]
 
 
 def made_id(*parts: str | None) -> str:

@@ -15,6 +15,7 @@ class MistralConfig(LlamaConfig):
     model_type: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
     tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
+    nullable_sizes: ClassVar[tuple[str, ...]] = ("head_dim",)
     stray_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     num_key_value_heads: int = 8

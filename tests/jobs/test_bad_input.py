@@ -153,7 +153,7 @@ def test_an_output_folder_inside_an_input_folder(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("missing tensor", "1 tensors are missing, the first is 'model.decoder.layers.2.fc1.weight'"),
+        ("missing tensor", "tensor 'model.decoder.layers.2.fc1.weight' is missing"),
         ("wrong shape", "tensor 'model.decoder.layers.2.fc1.weight' is [3, 3], config.json asks for [96, 48]"),
         ("torn file", "cannot be read"),
         ("no tokenizer", "no tokenizer.json"),

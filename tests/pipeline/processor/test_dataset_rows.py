@@ -50,8 +50,8 @@ def test_columns_that_are_refused_are_named() -> None:
     check_columns(["prompt", "logprobs"], CONFIG)
     with pytest.raises(ConfigError, match=r"input.prompt_column: the dataset has no column 'prompt'; there are: q"):
         check_columns(["q"], CONFIG)
-    with pytest.raises(ConfigError, match=r"input.id_column: column 'id' is double"):
-        next(to_rows(pa.table({"prompt": ["x"], "id": [0.5]}), CONFIG))
+    with pytest.raises(ConfigError, match=r"input.id_column: column 'id' is bool"):
+        next(to_rows(pa.table({"prompt": ["x"], "id": [True]}), CONFIG))
     chosen = build_config(JobConfig, {"input": {"id_column": "doc"}})
     with pytest.raises(ConfigError, match=r"input.id_column: the dataset has no column 'doc'; there are: key, prompt"):
         check_columns(["prompt", "key"], chosen)
@@ -60,6 +60,13 @@ def test_columns_that_are_refused_are_named() -> None:
     check_columns(["prompt", "doc"], chosen)
     check_columns(["prompt"], CONFIG)
     check_columns(["generated_text", "id"], build_config(JobConfig, {"input": {"prompt_column": "generated_text"}}))
+
+
+def test_ids_that_are_floats() -> None:
+    rows = next(to_rows(pa.table({"prompt": ["a", "b"], "id": [7.0, 0.5]}), CONFIG)).to_pylist()
+    assert [row["id"] for row in rows] == ["7", made_id("b")]
+    assert [row["error_code"] for row in rows] == ["", "bad_line"]
+    assert rows[1]["error_message"] == "column 'id' is not a whole number"
 
 
 def test_keys_that_say_nothing_to_a_stage() -> None:

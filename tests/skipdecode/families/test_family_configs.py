@@ -63,6 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 97}, "hidden_size 97 is not a multiple"),
     ({"eos_token_id": "2"}, "eos_token_id is '2'"),
     ({"model_type": "mistral", "num_hidden_layers": None}, "num_hidden_layers is null"),
+    ({"model_type": "mistral", "num_key_value_heads": None}, "num_key_value_heads is null"),
     ({"model_type": "stablelm", "num_key_value_heads": None}, "num_key_value_heads is null"),
     ({"model_type": "stablelm", "partial_rotary_factor": 0.2}, r"partial_rotary_factor 0\.2 rotates 3 of"),
     ({"model_type": "stablelm", "head_dim": 32}, "head_dim is 32"),
