@@ -1,7 +1,9 @@
 """Compiles the kernels of `cpp/` with the machine's C++ compiler, once per back end. Imports no torch by itself.
 
 Libraries are cached in the user's cache folder with a hash beside them; their names depend on everything that the
-machine code depends on. Which back end is wanted is up to `skipdecode.backends.choice`.
+machine code depends on. The hash finds damaged files. What protects against other users is that folder and files must
+belong to this user and be writable for nobody else; otherwise each process compiles for itself in a folder of its own.
+Which back end is wanted is up to `skipdecode.backends.choice`.
 """
 
 import contextlib
@@ -9,11 +11,13 @@ import ctypes
 import hashlib
 import os
 import platform
+import secrets
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -69,21 +73,19 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
     options = compile_flags(name, flags)
     compiler = "the compiler"
     try:
-        kept = _cache_folder() / f"cpu-{name}-{_digest(options, torch.__version__)}.so"
-        if _is_whole(kept):
-            with contextlib.suppress(OSError):  # compiled on another kind of machine, or in a folder mounted noexec
-                return ctypes.CDLL(str(kept))
+        file = f"cpu-{name}-{_digest(options, torch.__version__)}.so"
+        if library := _load_kept(file):
+            return library
         command = find_compiler()
         if not command:
             raise BuildError("no C++ compiler: install g++ for a faster decode step")
         compiler = command[0]
         with tempfile.TemporaryDirectory(prefix="skipdecode-ray-") as folder:
-            made = Path(folder) / kept.name
+            made = Path(folder) / file
             _compile([*command, *options], openmp, made)
             with contextlib.suppress(OSError):  # a read-only folder: every process compiles for itself
-                _keep(made, kept)
-                return ctypes.CDLL(str(kept))
-            return ctypes.CDLL(str(made))
+                _keep(made)
+            return _load_kept(file) or ctypes.CDLL(str(made))
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{compiler} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: a malformed CXX
@@ -111,30 +113,68 @@ def find_compiler() -> list[str]:
     return named or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
 
 
-def _keep(made: Path, kept: Path) -> None:
+def _keep(made: Path) -> None:
     """Moves the library and its hash to the cache atomically, since several workers of a machine may start at once."""
-    kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     content = made.read_bytes()
-    for path, data in ((_hash_of(kept), hashlib.sha256(content).hexdigest().encode()), (kept, content)):
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+    with _open_cache() as cache:
+        if cache is None:
+            return
+        for name, data in ((_hash_of(made.name), hashlib.sha256(content).hexdigest().encode()), (made.name, content)):
+            new = f"{name}.{secrets.token_hex(8)}"
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=cache), "wb") as file:
+                file.write(data)
+            os.replace(new, name, src_dir_fd=cache, dst_dir_fd=cache)
 
 
-def _is_whole(kept: Path) -> bool:
-    """Whether the file matches its hash: loading a truncated library would kill the process."""
+def _load_kept(name: str) -> ctypes.CDLL | None:
+    """The library of that name in the cache; None if it is not there, damaged, or could be another user's."""
+    with _open_cache() as cache:
+        if cache is None:
+            return None
+        try:
+            with os.fdopen(_open_own(_hash_of(name), cache), "rb") as file:
+                digest = file.read()
+            library = _open_own(name, cache)
+        except OSError:
+            return None
+    with os.fdopen(library, "rb", closefd=False) as file:
+        is_whole = hashlib.sha256(file.read()).hexdigest().encode() == digest  # a truncated one would kill the process
+    if is_whole:
+        with contextlib.suppress(OSError):  # compiled on another kind of machine, or in a folder mounted noexec
+            # by the descriptor whose contents were hashed; left open, since the loader knows libraries by their paths
+            return ctypes.CDLL(f"/proc/self/fd/{library}")
+    os.close(library)
+    return None
+
+
+@contextlib.contextmanager
+def _open_cache() -> Iterator[int | None]:
+    """A descriptor of the cache folder, which is created if necessary; None if it is not this user's alone."""
     try:
-        return hashlib.sha256(kept.read_bytes()).hexdigest() == _hash_of(kept).read_text()
-    except OSError:
-        return False
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode-ray"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache = _open_own(folder, None, os.O_DIRECTORY)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        yield None
+        return
+    try:
+        yield cache
+    finally:
+        os.close(cache)
 
 
-def _hash_of(kept: Path) -> Path:
-    return kept.with_suffix(".sha256")
+def _open_own(path: str | Path, folder: int | None, flags: int = 0) -> int:
+    """Opens what belongs to this user and is writable for nobody else. OSError for anything else, links included."""
+    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=folder)
+    found = os.fstat(opened)
+    if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return opened
+    os.close(opened)
+    raise PermissionError(f"{path}: another user could have changed it")
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode-ray"
+def _hash_of(name: str) -> str:
+    return name.removesuffix(".so") + ".sha256"
 
 
 def _digest(options: Sequence[str], torch_version: str) -> str:

@@ -123,7 +123,7 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     """The compiler is a script that gives out the library that we have: what is tested is the cache."""
     name = choice.choose().name
-    made = build.load(name, choice.cpu_flags())._name
+    made = os.path.realpath(build.load(name, choice.cpu_flags())._name)
     script = tmp_path / "compiler.sh"
     script.write_text(f'for last; do :; done; case "$last" in *.so) cp {made} "$last";; *) : > "$last";; esac\n')
     code = f"from skipdecode.backends.choice import choose; assert choose().name == '{name}', choose()"
@@ -136,6 +136,34 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(library.read_bytes()) == len(whole)
     assert run(code, tmp_path, PATH="", CXX="", SKIPDECODE_KERNELS=name).returncode == 0  # kept
+
+
+@compiled
+@pytest.mark.parametrize("fault", ["folder of another", "folder for all", "file of another", "file for all", "link"])
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In HOME=/tmp another user can be the first to make the folder, with any library and its hash."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = Path(os.path.realpath(build.load(choice.choose().name, choice.cpu_flags())._name))
+    build._keep(made)
+    library = tmp_path / "skipdecode-ray" / made.name
+    assert sorted(library.parent.iterdir()) == sorted([library, library.with_suffix(".sha256")])
+    assert build._load_kept(made.name) is not None
+    changed = library.parent if "folder" in fault else library
+    if "of another" in fault:
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(changed, 65534, -1)
+    elif fault == "link":
+        library.rename(tmp_path / "moved")
+        library.symlink_to(tmp_path / "moved")
+    else:
+        changed.chmod(0o777)
+    assert build._load_kept(made.name) is None
+    build._keep(made)
+    is_kept = build._load_kept(made.name) is not None
+    assert is_kept == ("folder" not in fault), "a file is replaced, a folder is not used"
 
 
 @pytest.mark.process
