@@ -15,6 +15,7 @@ PACKAGES = ("skipdecode", "actors", "pipeline", "jobs")  # each may import itsel
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 ONLY_IN = {  # third party -> the packages that may import it
     "ray": {"pipeline", "jobs"},
+    "grpc": {"pipeline"},
     "pyarrow": {"pipeline"},
     "pydantic": {"pipeline"},
     "aiohttp": {"pipeline"},
@@ -31,6 +32,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "triton": {"skipdecode"},
 }
 PYPI_NAMES = {
+    "grpc": "grpcio",
     "yaml": "pyyaml",
     "pydantic_core": "pydantic",
     "huggingface_hub": "huggingface-hub",

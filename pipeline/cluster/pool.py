@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.config.job import ActorsConfig, ConfigError
+from pipeline.formatting import Log
 from skipdecode.backends.choice import VARIABLE
 from skipdecode.backends.host_memory import num_cores, total_bytes
 
@@ -51,38 +52,68 @@ class Pool:
     """torch threads of each actor."""
 
 
-def start_ray() -> Cluster:
-    """Joins RAY_ADDRESS or starts an embedded Ray; quiet either way."""
+def start_ray(log: Log = lambda _: None) -> Cluster:
+    """Joins RAY_ADDRESS or starts an embedded Ray; quiet either way. ConfigError if the environment does not allow it.
+
+    `log` receives a warning if whoever reaches the cluster may use it.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the announced default; silences a warning
-    from pipeline.cluster.ray_internals import (  # here: actors without tables need no Ray Data
-        NOISY_LOGGERS,
-        job_env_vars,
+    from pipeline.cluster.ray_environment import (  # here: actors without tables need no Ray Data
+        check_cluster,
+        check_worker_starts,
+        provide_temporary_folder,
+        provide_token,
+        unreachable,
     )
+    from pipeline.cluster.ray_internals import NOISY_LOGGERS, ignore_uv_run, job_env_vars
 
-    cores = num_cores()
-    is_embedded = not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
-    runtime_env: dict[str, dict[str, str]] | None = None
-    options: dict[str, str | int | bool] = {"logging_level": logging.WARNING, "log_to_driver": False}
-    if is_embedded:
-        # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
-        # "local": else Ray joins whatever a file left behind by another cluster points to
-        options |= {"address": "local", "num_cpus": max(8, 4 * cores), "include_dashboard": False}
-        options |= {"object_store_memory": object_store_bytes()}
-        # Ray's 15 lets everything else on the machine go before decoding; a thread that waits holds up all of a product
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
-        os.environ.setdefault("RAY_num_workers_soft_limit", str(max(1, cores // 2)))
-        # nor are they ended after a second, to be started again for the next window: that takes a core for one
-        os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "30000")
-        os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")  # new logs not looked for all the time
-    elif not ray.is_initialized() and (forced := os.environ.get(VARIABLE)) and VARIABLE not in job_env_vars():
-        runtime_env = {"env_vars": {VARIABLE: forced}}  # workers of an embedded Ray have it from this process
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    ray.init(ignore_reinit_error=True, runtime_env=runtime_env, **options)
+    if ray.is_initialized():
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
+        return look_at_cluster()
+    options: dict[str, str | int | bool] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    address = os.environ.get("RAY_ADDRESS", "local") or "local"
+    if is_embedded := address == "local":
+        provide_temporary_folder(log)
+        provide_token()
+        ignore_uv_run()
+        _start_embedded(options)
+    else:
+        check_cluster(address, log)
+        forced = os.environ.get(VARIABLE)  # workers of an embedded Ray have it from this process
+        own = {"env_vars": {VARIABLE: forced}} if forced and VARIABLE not in job_env_vars() else None
+        try:
+            ray.init(runtime_env=own, **options)
+        except Exception as error:  # Ray raises whatever its transport raised
+            raise unreachable(address, error) from error
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    check_worker_starts()
     return look_at_cluster(is_embedded)
+
+
+def _start_embedded(options: dict[str, str | int | bool]) -> None:
+    """Starts a Ray on this machine that ends with this process."""
+    cores = num_cores()
+    # Ray's 15 lets everything else on the machine go before decoding; a thread that waits holds up all of a product
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # a worker takes 0.7 % of a core while it waits: no more of them than there is work for
+    os.environ.setdefault("RAY_num_workers_soft_limit", str(max(1, cores // 2)))
+    # nor are they ended after a second, to be started again for the next window: that takes a core for one
+    os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "30000")
+    # nor is the first one waited for here, which would be for ever if it cannot start (`check_worker_starts`)
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0")  # new logs not looked for all the time
+    ray.init(
+        # "local": else Ray joins whatever a file left behind by another cluster points to
+        address="local",
+        # more CPUs than cores: reading and writing are waiting, and decode actors set their threads themselves
+        num_cpus=max(8, 4 * cores),
+        include_dashboard=False,
+        object_store_memory=object_store_bytes(),
+        **options,
+    )
 
 
 def object_store_bytes() -> int:

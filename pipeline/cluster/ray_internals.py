@@ -8,9 +8,11 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 import ray
+from ray._private import ray_constants, worker
 from ray.data import DataContext, Dataset
 from ray.data._internal.execution.backpressure_policy import (
     ENABLED_BACKPRESSURE_POLICIES,
@@ -34,6 +36,8 @@ JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 JOB_RECORD = "_ray_internal_job_info_{}"
 """The key of a job's record (JobInfoStorageClient.JOB_DATA_KEY in ray/dashboard/modules/job/common.py)."""
 JOB_NAMESPACE = b"job"
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""A request of the head node's service (ray/core/generated/gcs_service_pb2_grpc.py) that may be empty."""
 
 
 class Task(Protocol):
@@ -174,6 +178,48 @@ def update_job_record(job: str, update: Callable[[dict[str, Json]], bool]) -> No
     record: dict[str, Json] = json.loads(raw) if raw else {}
     if update(record):
         _internal_kv_put(key, json.dumps(record).encode(), overwrite=True, namespace=JOB_NAMESPACE)
+
+
+def needs_token(address: str, timeout_s: float) -> bool | None:
+    """Whether the cluster whose head is at `address` (host:port) refuses whoever comes without a token.
+
+    None under TLS, where certificates decide. ConnectionError if no cluster answers within `timeout_s`.
+    """
+    import grpc  # here: worker processes do without
+    from ray._private.grpc_utils import init_grpc_channel
+
+    has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    with init_grpc_channel(address) if has_tls else grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(ALIVE)(b"", timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ConnectionError(f"no answer within {timeout_s:g} s") from error
+            if error.code() != grpc.StatusCode.UNAUTHENTICATED:
+                raise ConnectionError(error.details()) from error
+            return True if not has_tls else None
+    return False if not has_tls else None
+
+
+def ignore_uv_run() -> None:
+    """Lets workers run in the environment of this process though `uv run` started it, unless the user has decided.
+
+    Ray would start each by `uv run` in a copy of the working directory, which has no `.venv`.
+    """
+    if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+
+
+def is_run_by_uv() -> bool:
+    """Whether Ray starts workers by `uv run`."""
+    from ray._private.runtime_env import uv_runtime_env_hook
+
+    return ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV and uv_runtime_env_hook._get_uv_run_cmdline() is not None
+
+
+def session_logs() -> Path:
+    """The folder of Ray's logs on this node."""
+    return Path(worker._global_node.get_logs_dir_path())
 
 
 def record_zero(metric: Metric, tags: dict[str, str] | None) -> None:

@@ -108,7 +108,7 @@ def examine(config: JobConfig, has_input: bool, log: Log) -> dict[str, Json]:
             problems.append(str(error))
             return None
 
-    cluster = attempt(find_cluster)
+    cluster = attempt(lambda: find_cluster(heard))
     document: dict[str, Json] = {
         "machine": provenance(choose_device("auto"), PACKAGES) | asdict(machine()),
         "gpus": [asdict(gpu) for gpu in gpus()],
@@ -150,18 +150,12 @@ def list_files(config: JobConfig) -> Listing:
     return list_input(config.input, config.limits.max_line_bytes, Expansion.of(config.input, config.sampling))
 
 
-def find_cluster() -> Cluster:
+def find_cluster(log: Log) -> Cluster:
     """The cluster that RAY_ADDRESS names; without it, the embedded one that a run would start."""
-    address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        cores = num_cores()
-        return Cluster(float(max(8, 4 * cores)), float(torch.cuda.device_count()), cores, is_embedded=True)
-    try:
-        return start_ray()
-    except Exception as error:  # Ray raises what its transport raised
-        raise ConfigError(
-            "", f"RAY_ADDRESS: {address} does not answer ({error}); unset it to run on this machine alone"
-        ) from error
+    if os.environ.get("RAY_ADDRESS"):
+        return start_ray(log)
+    cores = num_cores()
+    return Cluster(float(max(8, 4 * cores)), float(torch.cuda.device_count()), cores, is_embedded=True)
 
 
 def ray_facts(cluster: Cluster) -> RayFacts:

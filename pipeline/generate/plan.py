@@ -84,7 +84,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     expansion = Expansion.of(config.input, config.sampling)
     listing = list_input(config.input, config.limits.max_line_bytes, expansion)
     check_no_overlap(folder, listing)
-    cluster = start_ray()
+    cluster = start_ray(log)
     stop_on_sigterm()
     log(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     pool = find_pool(config.actors, cluster)

@@ -64,7 +64,7 @@ def verify(path: str, log: Log, inputs: list[str] | None = None, read_input: boo
     _check_state(folder, state, verdict.problems)
     verdict.problems.add("stray", folder.unexpected_files())
     verdict.problems.add("count", _files_since(folder, state))
-    start_ray()
+    start_ray(log)
     found, paths, outputs = _check_data(folder, state, log)
     verdict.problems.join(found.problems)
     verdict.rows = dict(found.num_rows)

@@ -49,7 +49,7 @@ def serve_until_stopped(
     signals = StopSignals()
     began, left = time.time(), 0
     try:
-        with running(file, key, signals.install) as url:
+        with running(file, key, signals.install, log) as url:
             began = time.time()
             with suppress(KeyboardInterrupt):  # the signal came before `wait` was reached
                 for line in describe(file, url, key):
@@ -111,7 +111,10 @@ class StoppedInStart(Exception):
 
 @contextmanager
 def running(
-    file: ServeFile, made_key: str | None = None, on_ray_started: Callable[[], None] = lambda: None
+    file: ServeFile,
+    made_key: str | None = None,
+    on_ray_started: Callable[[], None] = lambda: None,
+    log: Log = lambda _: None,
 ) -> Iterator[str]:
     """Starts the application and yields its URL; ConfigError. Leaving stops it, and also Serve and Ray if they did not
     run before. KeyboardInterrupt in the start, once the port is open, becomes `StoppedInStart`.
@@ -125,7 +128,7 @@ def running(
         )
     if not os.environ.get("RAY_ADDRESS"):
         _check_free(host, port)
-    with without_printed_lines(SERVE_END), _ray_running(), ExitStack() as stack:
+    with without_printed_lines(SERVE_END), _ray_running(log), ExitStack() as stack:
         on_ray_started()
         application = _application(file, made_key)  # before Serve: a bad configuration starts nothing of it
         before = serve.status()
@@ -151,10 +154,10 @@ def running(
 
 
 @contextmanager
-def _ray_running() -> Iterator[None]:
+def _ray_running(log: Log) -> Iterator[None]:
     """Starts Ray, and stops it on leaving unless it ran before."""
     was_running = ray.is_initialized()
-    start_ray()
+    start_ray(log)
     try:
         yield
     finally:

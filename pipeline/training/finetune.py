@@ -62,7 +62,7 @@ def finetune(config: FinetuneConfig, log: Log) -> FinetuneResult:
         if earlier["state"] == "finished":
             log(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)
-    cluster = start_ray()
+    cluster = start_ray(log)
     if ray.get_runtime_context().runtime_env.get("working_dir") and not Path(config.output.path).is_absolute():
         raise ConfigError(
             "output.path",

@@ -215,11 +215,13 @@ def test_a_pool_that_does_not_fit_the_cluster_is_a_problem(
     assert main(keys) == 0
 
 
-def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setattr("ray.init", lambda **_: (_ for _ in ()).throw(ConnectionError("refused")))
-    with pytest.raises(doctor.ConfigError, match=r"RAY_ADDRESS: 127\.0\.0\.1:1 does not answer \(refused\)"):
-        doctor.find_cluster()
+    monkeypatch.setattr("pipeline.cluster.ray_environment.CLUSTER_ANSWERS_S", 0.1)
+    assert main([]) == 1
+    assert "WRONG: RAY_ADDRESS: the Ray cluster at 127.0.0.1:1 cannot be joined" in capsys.readouterr().err
 
 
 def test_a_column_that_the_run_writes_itself_is_refused_as_a_run_refuses_it(

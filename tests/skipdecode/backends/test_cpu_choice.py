@@ -144,8 +144,8 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In HOME=/tmp another user can be the first to make the folder, with any library and its hash."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = Path(os.path.realpath(build.load(choice.choose().name, choice.cpu_flags())._name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build._keep(made)
     library = tmp_path / "skipdecode-ray" / made.name
     assert sorted(library.parent.iterdir()) == sorted([library, library.with_suffix(".sha256")])
