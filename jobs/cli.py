@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.formatting import Json, mask
+from pipeline.formatting import Json, mask, printable
 from pipeline.standard_streams import discard, open_closed_streams, tolerant_stderr
 
 OK, ERROR, BAD_CONFIG, TOO_MANY_FAILED = 0, 1, 2, 3
@@ -77,7 +77,7 @@ def run_verb(work: Callable[[], tuple[Mapping[str, Any], int]], interrupted: str
     except Exception as error:
         code = getattr(error, "exit_code", OK)
         if code not in MEANING:
-            traceback.print_exc()
+            log(traceback.format_exc())
             code = ERROR
         return fail(str(error) or type(error).__name__, code)
     result(document)
@@ -85,8 +85,8 @@ def run_verb(work: Callable[[], tuple[Mapping[str, Any], int]], interrupted: str
 
 
 def log(text: str) -> None:
-    """Prints to stderr, with the credentials in URIs masked."""
-    print(mask(text), file=sys.stderr, flush=True)
+    """Prints to stderr, with the credentials in URIs masked and control characters escaped."""
+    print(printable(mask(text)), file=sys.stderr, flush=True)
 
 
 def fail(error: str, code: int) -> int:

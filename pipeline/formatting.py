@@ -24,6 +24,26 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+_URI = re.compile(r"\w+://[^\s<>\"']+")
+_USER = re.compile(r"(\w+)://([^/@:]+(?::(?!\d+/)[^@]*)?)@")
+"""A name, or a name and a secret, which may hold slashes: `s3://key:se/cret@bucket`."""
+_SECRET = re.compile(r"([?&][^=&]*(?:secret|passw|token|signature|sig|key|credential)[^=&]*=)[^&]+", re.IGNORECASE)
+_NAMES_ALONE = frozenset({"abfs", "abfss", "wasb", "wasbs", "hdfs", "viewfs"})
+"""Schemes in which a name before `@` is no secret: `abfs://container@account/path`."""
+
+
 def mask(text: str) -> str:
-    """The text without credentials in URIs: s3://key:secret@bucket becomes s3://***@bucket."""
-    return re.sub(r"(://)[^/@\s<>\"']+@", r"\1***@", text)
+    """The text without credentials in URIs: s3://key:secret@bucket becomes s3://***@bucket, and values of parameters
+    such as client_secret become ***."""
+    return _URI.sub(lambda found: _SECRET.sub(r"\1***", _USER.sub(_without_user, found.group(), count=1)), text)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    scheme, user = found.groups()
+    is_name = user == "anonymous" or (scheme in _NAMES_ALONE and ":" not in user)
+    return found.group() if is_name else f"{scheme}://***@"
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, so that a file name cannot move the cursor of a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

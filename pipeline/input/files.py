@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from pipeline.config.job import MAX_LINE_BYTES, ConfigError, InputConfig, SamplingConfig
+from pipeline.config.uris import refuse_credentials
 from pipeline.input.encoding import as_utf8
 from pipeline.input.expansion import ONE_ROW, Expansion
 from pipeline.input.formats import ARROW, BINARY, parse_suffix
@@ -182,6 +183,7 @@ FSSPEC: Final = ("hf://", "fsspec+")
 
 def resolve_path(given: str) -> tuple[pafs.FileSystem, str, list[str]]:
     """Filesystem, path up to the first component with a wildcard, and the components from there."""
+    refuse_credentials("input.path", given)
     if "://" not in given:
         path = os.path.abspath(os.path.expanduser(given))
         if os.path.exists(path):

@@ -19,6 +19,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config.job import ConfigError
+from pipeline.config.uris import refuse_credentials
 from pipeline.formatting import Log, mask
 from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, uploaded
 from pipeline.store.run_state import IS_RUN, FileRecord, RunState, check_version
@@ -53,7 +54,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str) -> "RunFolder":
-        """A local path or a URI; nothing is created."""
+        """A local path or a URI; nothing is created. ConfigError if the URI holds credentials, or names no place."""
+        refuse_credentials("output.path", path)
         try:
             if "://" in path:
                 filesystem, root = pafs.FileSystem.from_uri(path)

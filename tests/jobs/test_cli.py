@@ -15,7 +15,7 @@ import pytest
 
 from jobs import __main__ as console
 from jobs.__main__ import verbs
-from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder
+from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder, run_verb
 from jobs.generate import KEY_FIGURES, MAX_CHARS, key_figures
 from pipeline.config.job import ConfigError
 from pipeline.generate.run import RunResult
@@ -150,6 +150,14 @@ def test_flags_win_over_overrides_and_these_over_the_file(tmp_path: Path) -> Non
 def test_credentials_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     log("s3://key:se%2Fcret@bucket/run: exists already; s3://bucket/a@b and me@example.com stay")
     assert capsys.readouterr().err == "s3://***@bucket/run: exists already; s3://bucket/a@b and me@example.com stay\n"
+
+
+def test_a_file_name_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verb(lambda: {}["a\x1b]0;title\x07.jsonl"]) == 1  # type: ignore[return-value, dict-item]
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.err
+    assert "\\x1b]0;title" in shown.err
+    assert "\x1b" not in shown.out
 
 
 REPORT = {
