@@ -127,7 +127,7 @@ class Lease:
         own = f"{target}.{self._session}.tmp"
         os.makedirs(self._folder.root, exist_ok=True)
         file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.pwrite(file, self._text().encode(), 0)
+        self._write(file)
         fault_point("lease made")
         try:
             with exclusively(self._folder.root):  # otherwise a slower session would briefly remove the winner's lease
@@ -170,8 +170,14 @@ class Lease:
         self._num_beats += 1
         if self._file is None:
             self._folder.write_text(LEASE, self._text())
-        else:  # the same length in a single write, so that no reader sees a partial text
-            os.pwrite(self._file, self._text().encode(), 0)
+        else:
+            self._write(self._file)
+
+    def _write(self, file: int) -> None:
+        """The same length in a single write, so that no reader sees a partial text; flushed, since network file systems
+        may show what is written to other machines only then."""
+        os.pwrite(file, self._text().encode(), 0)
+        os.fsync(file)
 
     def _text(self) -> str:
         lease: LeaseState = {

@@ -278,3 +278,22 @@ def test_a_beat_outlives_whatever_a_store_raises(tmp_path: Path, monkeypatch: py
         while lease._num_beats == before:
             assert time.monotonic() < ends_at, "no beat any more"
             time.sleep(0.01)
+
+
+def test_a_lease_that_another_has_put_back_is_not_ours(tmp_path: Path) -> None:
+    """It has our name and our text, and is another file: its session has taken the folder over in between."""
+    with Lease(RunFolder.open(str(tmp_path)), "s1", print) as lease:
+        text = (tmp_path / "lease.json").read_text()
+        (tmp_path / "copy").write_text(text)
+        os.replace(tmp_path / "copy", tmp_path / "lease.json")
+        with pytest.raises(RuntimeError, match="another run has taken over"):
+            lease.check()
+
+
+def test_a_beat_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines may see what is written to a network file system only then."""
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
+    with Lease(RunFolder.open(str(tmp_path)), "s1", print) as lease:
+        lease._beat()
+        assert flushed == [(tmp_path / "lease.json").stat().st_ino] * 2
