@@ -23,7 +23,7 @@ from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.generate.row_accounting import expected_ids, output_schema, reconcile
 from pipeline.generate.stopping import check_budget, early_limit, log_if_full, reason_to_stop
-from pipeline.input.ids import sum_outputs
+from pipeline.input.ids import row_keys
 from pipeline.report.collector import start_collector
 from pipeline.stages.attempt_tracker import start_attempt_tracker
 from pipeline.stages.work_stealing import start_steal_queue
@@ -145,7 +145,7 @@ def _start_helpers(
 def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) -> RunSink:
     rows = rows_per_file(work.num_left, spec.window_rows)
     schema = output_schema(spec.plan, spec.tokenize.sampling)
-    return RunSink(folder.filesystem, folder.root, session, schema, rows, work.subfolder, sum_ids=sum_outputs)
+    return RunSink(folder.filesystem, folder.root, session, schema, rows, work.subfolder, row_keys=row_keys)
 
 
 def _end_session(

@@ -88,6 +88,15 @@ def sum_made_ids(file: str, count: int, expand: Callable[[Sequence[str]], Sequen
     return sum(map(sum_digests, digest_made_ids(file, count, expand))) % ID_MODULUS
 
 
+def row_keys(table: pa.Table) -> list[int]:
+    """A number for each row of a table with `id`, `error_code` and `error_message`, which depends on its row of the
+    input alone. Their sum is that of `sum_outputs`, modulo 2^128."""
+    entries = output_entries(table, 0)
+    digests, size = entries["digest"].tobytes(), DIGEST.itemsize
+    numbers = (int.from_bytes(digests[at : at + size], "little") for at in range(0, len(digests), size))
+    return [number + int(origin) for number, origin in zip(numbers, entries["origin"], strict=True)]
+
+
 def sum_outputs(table: pa.Table) -> int:
     """The sum for a table with `id`, `error_code` and `error_message`: of the ids, and the origins of duplicates."""
     return sum_entries(output_entries(table, 0))

@@ -1,17 +1,17 @@
 """Writes rows: the finished rows of a task become one file per status, with a temporary name until it is complete.
 
 The data files are the record of what is done: a visible file is complete, and its ids are done. Names follow from the
-session and the task, so a task that Ray repeats replaces its own file. On a disk, files are moved there from the
-session's staging folder, which only the driver creates: once `RunFolder.fence` has removed it, a writer that outlived
-its session cannot add a file. Ray's `write_parquet` is not used, since it leaves a torn file when a task is killed, and
+session and the task, and a task that Ray repeats adds only what its earlier attempt has not written. On a disk, files
+are moved there from the session's staging folder, which only the driver creates: once `RunFolder.fence` has removed it,
+a writer that outlived its session cannot add a file. Writers never delete one, since a store lets nobody look at the
+lease and delete in one step. Ray's `write_parquet` is not used, since it leaves a torn file when a task is killed, and
 all of Ray's writers keep their results for every block in the driver until the end.
 """
 
 import errno
 import os
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from pipeline.arrow_cast import with_schema
 from pipeline.fault_injection import fault_point
-from pipeline.schema import STATUS
+from pipeline.schema import ID, STATUS
 from pipeline.store.atomic_files import make_folder, put, sync
 from pipeline.store.lease import read_lease
 from pipeline.store.run_folder import STAGING, STATUSES, RunFolder, id_metadata
@@ -49,8 +49,9 @@ class RunSink:
     """The folder in the run folder that gets `status=.../` folders."""
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     """A part of the file names that differs between executions, all of which number their tasks from 0."""
-    sum_ids: Callable[[pa.Table], int] | None = None
-    """Sums the ids of a file's rows. The sum is stored in the footer, and used to reconcile rows."""
+    row_keys: Callable[[pa.Table], Sequence[int]] | None = None
+    """Numbers that identify the rows of a table (`ids.row_keys`). The sum over a file is stored in its footer, and used
+    to reconcile rows. None: rows are identified by `id`, and no sum is stored."""
 
     def __call__(
         self,
@@ -76,44 +77,54 @@ class RunSink:
         return finished.select([STATUS]).slice(0, 0)
 
     def write(self, table: pa.Table, name: str) -> None:
-        """Writes one file per status.
+        """Writes one file per status. Rows that an earlier attempt at the same task has written stay as they are, also
+        those that this attempt would put on the other side.
 
-        Files of an earlier attempt at the same task are removed first, or replaced, so that a row whose status has
-        changed is never in both files. If it is in neither for a moment, it is generated again after a crash.
+        Two attempts that run at the same time, because Ray believes one of them dead, write the same rows under the
+        same name. Only if a row also changes sides between them can it be in both files or in neither; then the books
+        do not close.
         """
-        paths = {status: f"{self.subfolder}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
-                 for status in STATUSES}  # fmt: skip
-        self._remove(paths["failed"])
-        for status, path in paths.items():
+        written, taken = self._earlier_attempts(name)
+        if written:
+            table = table.filter(pa.array([key not in written for key in self._keys(table)], pa.bool_()))
+        for status in STATUSES:
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
             if rows.num_rows:
-                ids = {} if self.sum_ids is None else id_metadata(self.sum_ids(rows))
+                ids = {} if self.row_keys is None else id_metadata(sum(self.row_keys(rows)))
                 rows = with_schema(rows, self.schema).replace_schema_metadata(ids)
                 try:
-                    write_whole(self.filesystem, self.root, path, rows, self.session)
+                    write_whole(self.filesystem, self.root, self._path(status, name, taken[status]), rows, self.session)
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
                     raise NoSpaceLeft(error.errno, str(error)) from error
-            elif status == "ok":
-                self._remove(path)
 
-    def _remove(self, path: str) -> None:
-        target = f"{self.root}/{path}"
-        if self.filesystem.get_file_info(target).type == pafs.FileType.NotFound:
-            return
-        check_session(self.filesystem, self.root, self.session)  # another session may rely on the file by now
-        with suppress(FileNotFoundError):
-            self.filesystem.delete_file(target)
-            if isinstance(self.filesystem, pafs.LocalFileSystem):
-                sync(os.path.dirname(target))  # otherwise it might reappear beside the new file after a power failure
+    def _path(self, status: str, name: str, number: int) -> str:
+        """The name of a file in the run folder; `number`: how many an earlier attempt at the task has written."""
+        suffix = f"-{number}" if number else ""
+        return f"{self.subfolder}/status={status}/part-{self.session}-{self.stream}-{name}{suffix}.parquet"
+
+    def _earlier_attempts(self, name: str) -> tuple[frozenset[int | str], dict[str, int]]:
+        """Keys of the rows that earlier attempts at a task have written, and the number of their files by status."""
+        keys: list[int | str] = []
+        taken = dict.fromkeys(STATUSES, 0)
+        for status in STATUSES:
+            while self._has(path := f"{self.root}/{self._path(status, name, taken[status])}"):
+                keys += self._keys(pq.read_table(path, filesystem=self.filesystem, partitioning=None))
+                taken[status] += 1
+        return frozenset(keys), taken
+
+    def _keys(self, table: pa.Table) -> Sequence[int | str]:
+        ids: list[str] = table[ID].to_pylist()
+        return ids if self.row_keys is None else self.row_keys(table)
+
+    def _has(self, path: str) -> bool:
+        info = self.filesystem.get_file_info(path)
+        return bool(info.type == pafs.FileType.File and info.size)  # an upload that was cut off may leave an empty one
 
 
 def check_session(filesystem: pafs.FileSystem, root: str, session: str) -> None:
-    """Raises FileNotFoundError if the session is over: on a disk its staging folder is gone, elsewhere its lease."""
-    if isinstance(filesystem, pafs.LocalFileSystem):
-        os.stat(f"{root}/{STAGING}/{session}")
-        return
+    """Raises FileNotFoundError if the lease on the folder is not the session's; elsewhere than on a disk."""
     lease = read_lease(RunFolder(filesystem, root, root))
     if lease is None or lease["session"] != session:  # nothing else stops a writer that outlived its session
         raise FileNotFoundError(f"{root}: session {session} holds this folder no more")

@@ -35,7 +35,7 @@ TEMPORARY = re.compile(
 """Temporary files that a process leaves behind when it is killed while replacing a file."""
 KNOWN_NAMES = re.compile(
     rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
-    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})-\d+(-\d+)?\.parquet"
+    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})(-\d+){{1,3}}\.parquet"
     rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{TEMPORARY.pattern}"
 )
 """The files of a finished run."""
@@ -315,7 +315,7 @@ def writer_of(path: str) -> str:
 
 def id_metadata(id_sum: int) -> dict[bytes, bytes]:
     """The entry in a data file's footer for the ids of its rows."""
-    return {IDS: f"{id_sum:032x}".encode()}
+    return {IDS: f"{id_sum % (1 << 128):032x}".encode()}
 
 
 def read_footer(filesystem: pafs.FileSystem, path: str) -> FileRecord:

@@ -20,6 +20,7 @@ from pipeline.input.ids import (
     digest_ids,
     sum_digests,
     sum_made_ids,
+    row_keys,
     sum_outputs,
 )
 from pipeline.schema import STATUS
@@ -45,6 +46,7 @@ def test_the_sum_is_that_of_the_numbers_in_any_order(ids: list[str], random: Any
     assert sum_digests(digest_ids(ids)) == wanted
     random.shuffle(ids)
     cut = random.randrange(len(ids) + 1)
+    assert sum(row_keys(rows(*ids))) % ID_MODULUS == wanted
     assert (sum_outputs(rows(*ids[:cut])) + sum_outputs(rows(*ids[cut:]))) % ID_MODULUS == wanted
 
 
@@ -66,6 +68,9 @@ def test_rows_with_one_id_are_distinguished_by_their_locations(tmp_path: Path) -
     assert sum(map(sum_outputs, (rows("i"), second, third))) % ID_MODULUS == of_input % ID_MODULUS
     assert sum(map(sum_outputs, (rows("i"), second, second))) % ID_MODULUS != of_input % ID_MODULUS
     assert sum(map(sum_outputs, (rows("i"), rows("i"), third))) % ID_MODULUS != of_input % ID_MODULUS
+    keys = [key for table in (rows("i"), second, third) for key in row_keys(table)]
+    assert len(set(keys)) == 3
+    assert sum(keys) % ID_MODULUS == of_input % ID_MODULUS
 
 
 def state(num_rows: int) -> Any:
@@ -88,7 +93,7 @@ def state(num_rows: int) -> Any:
 def test_a_lost_row_and_a_doubled_one_do_not_cancel_out(tmp_path: Path, ok: str, failed: str, is_closed: bool) -> None:
     folder = RunFolder.open(str(tmp_path))
     folder.fence("s1")
-    sink = RunSink(folder.filesystem, folder.root, "s1", SCHEMA, None, stream="x", sum_ids=sum_outputs)
+    sink = RunSink(folder.filesystem, folder.root, "s1", SCHEMA, None, stream="x", row_keys=row_keys)
     for number, (id, status) in enumerate([*((i, "ok") for i in ok), *((i, "failed") for i in failed)]):
         sink.write(rows(id).append_column(STATUS, pa.array([status])), f"{number}")
     for path in tmp_path.rglob("*.parquet"):

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.generate.check_paths import check_output
 from pipeline.schema import STATUS
-from pipeline.store.atomic_files import check_renames, is_whole_on_close
+from pipeline.store.atomic_files import check_writable, is_whole_on_close
 from pipeline.store.lease import Lease
 from pipeline.store.row_writer import RunSink, write_whole
 from pipeline.store.run_folder import RunFolder
@@ -92,14 +92,14 @@ def test_killed_in_every_step_no_half_file_is_seen(tmp_path: Path, replaces: boo
 
 def test_a_store_that_cannot_rename_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, folder = early(tmp_path)
-    check_renames(folder.filesystem, folder.root, folder.shown)
+    check_writable(folder.filesystem, folder.root, folder.shown)
 
     def none(source: str, target: str) -> None:
         raise NotImplementedError("no move")
 
     monkeypatch.setattr(store, "move", none)
     with pytest.raises(ConfigError, match=r"output\.path: early://run: a file system \(py::early\) on which files are"):
-        check_renames(folder.filesystem, folder.root, folder.shown)
+        check_writable(folder.filesystem, folder.root, folder.shown)
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -123,17 +123,17 @@ def rows(**by_status: str) -> pa.Table:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"ok": "ab", "failed": "c"}, {"ok": "abc"}),
-        ({"ok": "ab", "failed": "c"}, {"failed": "abc"}),
-        ({"ok": "abc"}, {"ok": "b", "failed": "ac"}),
-        ({"ok": "a", "failed": "bc"}, {"ok": "bc", "failed": "a"}),
-        ({"failed": "abc"}, {"ok": "abc"}),
+        ({"ok": "ab"}, {"ok": "abc"}),
+        ({"failed": "c"}, {"failed": "abc"}),
+        ({"ok": "a"}, {"ok": "bc", "failed": "a"}),
+        ({"ok": "a", "failed": "b"}, {"ok": "bc", "failed": "a"}),
+        ({"failed": "a"}, {"ok": "ab", "failed": "c"}),
     ],
 )
 def test_a_repeated_task_killed_in_every_step_doubles_no_row(
     tmp_path: Path, first: dict[str, str], second: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It finds what its first attempt wrote; a row may have changed sides."""
+    """It adds what its first attempt had not written when it was killed; a row may have changed sides."""
     replace, seen = os.replace, []
 
     def ids(root: Path) -> list[str]:
@@ -141,20 +141,17 @@ def test_a_repeated_task_killed_in_every_step_doubles_no_row(
             id for path in root.glob("data/*/*.parquet") for id in pq.ParquetFile(path).read()["id"].to_pylist()
         )
 
-    class Watched(RunSink):
-        def _remove(self, path: str) -> None:
-            super()._remove(path)
-            seen.append(ids(tmp_path))
-
     def watched(source: str, target: str) -> None:
         replace(source, target)
         seen.append(ids(tmp_path))
 
-    plain = sink_on(tmp_path)
-    plain.write(rows(**first), "000000-000")
+    sink = sink_on(tmp_path)
+    sink.write(rows(**first), "000000-000")
+    before = {path: path.read_bytes() for path in tmp_path.glob("data/*/*.parquet")}
     monkeypatch.setattr(os, "replace", watched)
-    Watched(plain.filesystem, plain.root, "s1", SCHEMA, None, stream="x").write(rows(**second), "000000-000")
-    assert len(seen) >= 2
+    sink.write(rows(**second), "000000-000")
+    assert len(seen) >= 1
+    assert before == {path: path.read_bytes() for path in before}, "another session may count the file by now"
     for at, found in enumerate(seen):
         assert len(found) == len(set(found)), f"after step {at}"
     assert seen[-1] == list("abc")
@@ -165,8 +162,23 @@ def test_a_writer_that_outlived_its_session_deletes_nothing(tmp_path: Path) -> N
     sink.write(rows(ok="a", failed="b"), "000000-000")
     RunFolder.open(str(tmp_path)).fence("s2")
     with pytest.raises(FileNotFoundError):
-        sink.write(rows(ok="ab"), "000000-000")
+        sink.write(rows(ok="abc"), "000000-000")
     assert len(list(tmp_path.glob("data/*/*.parquet"))) == 2
+
+
+def test_a_writer_on_a_store_asks_for_the_lease_of_its_session(tmp_path: Path) -> None:
+    """Nothing else stops it there: there is no fence."""
+    _, folder = early(tmp_path)
+    sink = RunSink(folder.filesystem, "run", "s1", SCHEMA, None, stream="x")
+    with Lease(folder, "s1", print):
+        folder.fence("s1")
+        sink.write(rows(ok="a"), "0")
+    with pytest.raises(FileNotFoundError, match="session s1 holds this folder no more"):
+        sink.write(rows(ok="b"), "1")
+    with Lease(folder, "s2", print), pytest.raises(FileNotFoundError, match="session s1 holds this folder no more"):
+        sink.write(rows(ok="b"), "1")
+    assert [path.name for path in tmp_path.glob("run/data/*/*")] == ["part-s1-x-0.parquet"]
+    assert list(tmp_path.glob("run/checkpoint/staging/*/*")) == []
 
 
 def test_names_are_on_the_disk_when_a_write_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +197,15 @@ def test_names_are_on_the_disk_when_a_write_is_over(tmp_path: Path, monkeypatch:
     sink.write(rows(ok="a"), "000000-000")
     assert steps == [".", "data", "staged", "rename", "data/status=ok"]
     steps.clear()
-    sink.write(rows(failed="a"), "000000-000")
-    assert steps == ["data/status=ok", "data", "staged", "rename", "data/status=failed"]
+    sink.write(rows(failed="a"), "000001-000")
+    assert steps == ["data", "staged", "rename", "data/status=failed"]
     steps.clear()
-    RunFolder.open(str(tmp_path)).remove("data/status=failed/part-s1-x-000000-000.parquet")
+    RunFolder.open(str(tmp_path)).remove("data/status=failed/part-s1-x-000001-000.parquet")
     assert steps == ["data/status=failed"]
 
 
 def test_the_sink_needs_few_requests(tmp_path: Path) -> None:
-    """Two looks at what may be there already; deletions only of what is."""
+    """Two looks at what may be there already."""
     store, folder = early(tmp_path)
     asked: list[Any] = []
     store.get_file_info = lambda paths: (asked.append(paths), EarlyStore.get_file_info(store, paths))[1]  # type: ignore[method-assign]

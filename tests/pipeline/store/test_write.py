@@ -88,7 +88,7 @@ def test_a_task_with_several_batches_makes_a_file_of_each(tmp_path: Path) -> Non
     assert sorted(chain(*ok.values())) == sorted(f"row {n}" for n in range(30) if n % 3)
 
 
-def test_a_task_that_is_repeated_replaces_its_own_file(tmp_path: Path) -> None:
+def test_a_task_that_is_repeated_writes_no_row_again(tmp_path: Path) -> None:
     """A process that dies when its file is there and nobody knows of it."""
     died = tmp_path / "died"
 
@@ -108,12 +108,14 @@ def test_a_task_that_is_repeated_replaces_its_own_file(tmp_path: Path) -> None:
     assert sorted(chain(*ok.values())) == sorted(f"row {n}" for n in range(30) if n % 3)
 
 
-def test_a_row_that_changes_sides_is_not_there_twice(tmp_path: Path) -> None:
+def test_a_row_that_changes_sides_stays_where_it_was_first(tmp_path: Path) -> None:
     sink = sink_into(tmp_path)
     sink.write(table(["a", "b"]), "000000-000")
-    sink.write(table(["a", "b"], "failed"), "000000-000")
-    assert files(tmp_path) == {}
-    assert list(files(tmp_path, "failed").values()) == [["a", "b"]]
+    sink.write(table(["a", "b", "c"], "failed"), "000000-000")
+    sink.write(table(["b", "c", "d", "e"]), "000000-000")
+    assert list(files(tmp_path).values()) == [["d", "e"], ["a", "b"]]
+    assert list(files(tmp_path, "failed").values()) == [["c"]]
+    assert all(KNOWN_NAMES.fullmatch(f"data/status=ok/{name}") for name in files(tmp_path))
 
 
 def test_many_rows_are_finished_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
