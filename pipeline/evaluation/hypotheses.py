@@ -12,6 +12,7 @@ import pyarrow.dataset
 
 from pipeline.config.job import ConfigError
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 
 
 class CorpusRow(TypedDict):
@@ -43,11 +44,11 @@ class Texts:
     """Layers run per decode step; None if the corpus does not tell."""
 
 
-def read_texts(folder: RunFolder, *, is_run: bool) -> Texts:
-    """The texts of a run, or of plain Parquet."""
+def read_texts(folder: RunFolder, state: RunState | None) -> Texts:
+    """The texts of the run of `state`, or of plain Parquet if it is None."""
     source: str | list[str] = folder.root
-    if is_run:
-        source = folder.all_data_files()
+    if state is not None:
+        source = folder.run_files(state)
         if not source:
             raise ConfigError("", f"{folder.shown}: the run has written no rows yet")
     try:

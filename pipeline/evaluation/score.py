@@ -87,7 +87,7 @@ def evaluate(config: EvaluateConfig, log: Log) -> EvaluationDocument:
     pairs = read_pairs(config.data.path, by_id or config.data.prompt_column, config.data.reference_column, flags)
     folder = RunFolder.open(config.generated)
     state = folder.read_state()
-    texts = read_texts(folder, is_run=state is not None)
+    texts = read_texts(folder, state)
     if state is not None and state["state"] != "finished":
         log(
             f"{config.generated}: the run is not finished; {texts.num_rows} of {state['books']['input']} rows are there"

@@ -65,7 +65,7 @@ def plan_export(options: Options) -> ExportPlan:
         raise ConfigError("", f"{folder.shown}: not a run folder (it has no run.json)")
     _check_state(folder, state, options)
     target = _open_target(options, folder)
-    files = [path for status in STATUSES_OF[options.rows] for path in folder.data_files(status)]
+    files = folder.run_files(state, STATUSES_OF[options.rows])
     num_rows = sum(pq.read_metadata(path, filesystem=folder.filesystem).num_rows for path in files)
     if not num_rows:
         raise ConfigError("", f"{folder.shown} holds no {'' if options.rows == 'all' else options.rows + ' '}rows")

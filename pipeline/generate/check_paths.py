@@ -13,7 +13,7 @@ from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Log
 from pipeline.generate.openai_batch import has_batch_files
 from pipeline.input.files import Listing
-from pipeline.store.atomic_files import check_renames
+from pipeline.store.atomic_files import check_writable
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import IS_RUN, RunState
 
@@ -57,13 +57,19 @@ def removed_on_refusal(folder: RunFolder) -> Iterator[None]:
 
 
 def check_output(folder: RunFolder, config: JobConfig) -> RunState | None:
-    """The state of the run to resume, or None for a new one; ConfigError when the folder is taken."""
-    mode = config.output.if_exists
+    """The state of the run to resume, or None for a new one; ConfigError if the folder is taken, or if no file can be
+    written there although there is something to do."""
     try:
         folder.filesystem.create_dir(folder.root, recursive=True)
     except OSError as error:
         raise ConfigError("output.path", f"{folder.shown} cannot be created: {error}") from error
-    check_renames(folder.filesystem, folder.root, folder.shown)
+    state = _earlier_state(folder, config.output.if_exists)
+    if state is None or state["state"] != "finished":
+        check_writable(folder.filesystem, folder.root, folder.shown)
+    return state
+
+
+def _earlier_state(folder: RunFolder, mode: str) -> RunState | None:
     if mode == "overwrite" and (foreign := folder.foreign_files()):
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise ConfigError(
@@ -89,7 +95,7 @@ def has_all_rows(folder: RunFolder, state: RunState, log: Log) -> bool:
     """True if a finished run has its report, its OpenAI batch files, and the data files and rows that `run.json`
     counts."""
     try:
-        files = folder.read_files()
+        files = folder.read_files(folder.all_data_files())
     except (OSError, pa.ArrowException):
         return False  # a torn file; who reads the rows names it
     there = {status: sum(int(files[name][0]) for name in files if f"/status={status}/" in name) for status in STATUSES}

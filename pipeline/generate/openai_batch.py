@@ -5,10 +5,11 @@ input line that asks for several answers has a row for each, possibly in several
 are moved to temporary files beyond HELD_BYTES.
 """
 
+import hashlib
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import IO, BinaryIO, Final, NotRequired, TypedDict
 
@@ -20,7 +21,7 @@ from pipeline.input.line_reader import RowError
 from pipeline.input.openai_rows import CHAT_URLS, requested_samples
 from pipeline.schema import CHOICE, DUPLICATE_ID, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.run_state import RunState
+from pipeline.store.run_state import LinesRecord, RunState
 
 HELD_BYTES: Final = 256 << 20
 NUM_PARTS: Final = 64  # temporary files: each is in memory at a time
@@ -188,24 +189,36 @@ FILES = {"ok": "batch_output.jsonl", "failed": "batch_errors.jsonl"}
 
 
 class _LineWriter:
-    """Writes JSON lines into a file, and counts them."""
+    """Writes JSON lines into a file, counts them, and takes their digest."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.num_lines = self.num_bytes = 0
+        self._digest = hashlib.sha256()
+        self._num_lines = self._num_bytes = 0
 
     def write(self, line: dict[str, Json]) -> None:
-        self.num_lines += 1
-        self.num_bytes += self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        self._file.write(data)
+        self._digest.update(data)
+        self._num_lines, self._num_bytes = self._num_lines + 1, self._num_bytes + len(data)
+
+    def record(self) -> LinesRecord:
+        return {"lines": self._num_lines, "bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
 
 
 def write_batch_files(
-    folder: RunFolder, model: str, created: int, check: Callable[[], None] = lambda: None, samples: int = 1
-) -> dict[str, list[int]]:
+    folder: RunFolder,
+    paths: Mapping[str, Sequence[str]],
+    model: str,
+    created: int,
+    check: Callable[[], None] = lambda: None,
+    samples: int = 1,
+) -> dict[str, LinesRecord]:
     """A line for each line of the input: answers in `batch_output.jsonl`, failures, be it of one of its samples, in
-    `batch_errors.jsonl`; each file appears when whole, and after `check`. Gives the lines and bytes of each.
+    `batch_errors.jsonl`; each file appears when whole, and after `check`. Gives a record of each.
 
-    `created`: of all answers, in seconds since 1970. `samples`: of a line that does not say it.
+    `paths`: the data files by status; `created`: of all answers, in seconds since 1970; `samples`: of a line that does
+    not say it.
     """
     with (
         folder.replacing(FILES["failed"], check) as bad,
@@ -214,7 +227,7 @@ def write_batch_files(
     ):
         lines = {"ok": _LineWriter(good), "failed": _LineWriter(bad)}
         for status in FILES:
-            for row in _rows(folder, status, samples):
+            for row in _rows(folder, paths[status], samples):
                 if row.get("samples", 1) == 1:
                     lines[status].write(answer_line([row], model, created) if status == "ok" else error_line(row))
                 elif rows := collector.add(row):
@@ -223,7 +236,7 @@ def write_batch_files(
         for rows in collector.rest():
             for found, line in lines_of(rows, model, created):
                 lines[found].write(line)
-    return {FILES[status]: [written.num_lines, written.num_bytes] for status, written in lines.items()}
+    return {FILES[status]: written.record() for status, written in lines.items()}
 
 
 def has_batch_files(folder: RunFolder, state: RunState) -> bool:
@@ -232,19 +245,24 @@ def has_batch_files(folder: RunFolder, state: RunState) -> bool:
         return True
     written = state["answers"]
     sizes = {name: folder.filesystem.get_file_info(folder.path(name)).size for name in written}
-    return sizes == {name: num_bytes for name, (_, num_bytes) in written.items()}
+    return sizes == {name: record["bytes"] for name, record in written.items()}
 
 
-def count_lines(folder: RunFolder, name: str) -> int:
-    """0 where there is no such file."""
-    if folder.filesystem.get_file_info(folder.path(name)).type != pafs.FileType.File:
-        return 0
-    with folder.filesystem.open_input_stream(folder.path(name)) as stream:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
+def read_lines_record(folder: RunFolder, name: str) -> LinesRecord:
+    """The record of a batch file as it is now; that of an empty file where there is none."""
+    found: LinesRecord = {"lines": 0, "bytes": 0, "sha256": ""}
+    digest = hashlib.sha256()
+    if folder.filesystem.get_file_info(folder.path(name)).type == pafs.FileType.File:
+        with folder.filesystem.open_input_stream(folder.path(name)) as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+                found["lines"] += chunk.count(b"\n")
+                found["bytes"] += len(chunk)
+    return {**found, "sha256": digest.hexdigest()}
 
 
-def _rows(folder: RunFolder, status: str, samples: int) -> Iterator[AnswerRow]:
-    for path in folder.data_files(status):
+def _rows(folder: RunFolder, paths: Sequence[str], samples: int) -> Iterator[AnswerRow]:
+    for path in paths:
         with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
             names = file.schema_arrow.names
             own = [name for name in ("url", CHOICE) if name in names]

@@ -6,6 +6,7 @@ The data files are the only record of what is done. Whether the run may go on at
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.config.job import ConfigError
 from pipeline.fault_injection import fault_point
 from pipeline.formatting import Log
 from pipeline.generate.plan import PlannedRun
@@ -55,20 +56,24 @@ def find_work(
     return Work(plan, done if done.num_rows else None, subfolder)
 
 
+def refuse_unattributed(folder: RunFolder, state: RunState) -> None:
+    """ConfigError if there is a data file that no session of `state` wrote: it is neither counted nor deleted."""
+    if unknown := folder.unattributed_files(state):
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise ConfigError(
+            "output.path",
+            f"{unknown[0]}{more}: no session that run.json names wrote it; move it out of {folder.shown}, "
+            "or choose another output.path",
+        )
+
+
 def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], log: Log) -> None:
     """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it.
 
     Only files of sessions that `state` lists are removed: this process may have been suspended, and another session may
     be at work by now. `check` is called before each step.
     """
-    former, own = state["former"], [session["id"] for session in state["sessions"]]
-    if state["state"] == "finished":
-        known, earlier = frozenset(state["files"]), [*former, *own]
-    elif "known" in state:
-        known, earlier = frozenset(state["known"]), [*former, *own[:-1]]
-    else:  # a new run was killed before it had listed any files: it had no writers yet, and the former run is cleared
-        known, earlier = frozenset[str](), former
-    late = folder.late_files(known, frozenset(earlier))
+    late = folder.late_files(state)
     fault_point("late listed")
     for path in late:
         check()

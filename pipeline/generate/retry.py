@@ -21,7 +21,7 @@ from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.formatting import Json, Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import find_work, remove_late
+from pipeline.generate.resume import find_work, refuse_unattributed, remove_late
 from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
 from pipeline.generate.run import RunResult, finish_run, result_of_finished
 from pipeline.generate.stream import stream_rows
@@ -87,7 +87,9 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     finish_commit(folder, earlier, log, lease.check)
     remove_late(folder, earlier, lease.check, log)
     folder.remove_empty(lease.check, log)
-    tried = {path: count for path in folder.data_files("failed") if (count := _count_retryable(folder, path))}
+    known = folder.run_files(earlier)
+    failed = folder.run_files(earlier, ["failed"])
+    tried = {path: count for path in failed if (count := _count_retryable(folder, path))}
     total = sum(tried.values())
     if not total:
         log(f"{folder.shown}: nothing to retry")
@@ -98,17 +100,18 @@ def _execute(planned: PlannedRun, session: str, overrides: list[str], lease: Lea
     state = first_state(
         planned, session, "retrying", [] if lease.previous_session is None else [lease.previous_session]
     )
-    state["known"] = [folder.name(path) for path in folder.all_data_files()]
+    refuse_unattributed(folder, state)
+    state["known"] = [folder.name(path) for path in known]
     expected: int | None = None
     try:
         folder.write_state(state, lease.check)
         folder.fence(session, lease.check)
         if total:
-            expected = expected_ids(planned, _generate(planned, state, total, lease, log))
+            expected = expected_ids(planned, _generate(planned, state, known, total, lease, log))
             lease.check()
             _commit(folder, state, list(tried), overrides, total, lease)
         else:  # it ends what was cut off, and closes the books
-            expected = expected_ids(planned, find_work(planned, folder.all_data_files(), log).plan)
+            expected = expected_ids(planned, find_work(planned, known, log).plan)
     except BaseException:
         if is_finished and "commit" not in state and lease.holds():  # nothing has happened yet
             folder.write_state(earlier | {"sessions": state["sessions"]}, lease.check)
@@ -134,9 +137,11 @@ def _retry_folder(state: RunState) -> str:
     return f"checkpoint/retry-{state['sessions'][-1]['id']}"
 
 
-def _generate(planned: PlannedRun, state: RunState, total: int, lease: Lease, log: Log) -> InputPlan:
-    """Decodes the rows to retry again, into files outside `data/`; returns the plan with its duplicates."""
-    files = planned.folder.all_data_files()
+def _generate(planned: PlannedRun, state: RunState, files: list[str], total: int, lease: Lease, log: Log) -> InputPlan:
+    """Decodes the rows to retry again, into files outside `data/`; returns the plan with its duplicates.
+
+    `files`: the data files of the run.
+    """
     work = find_work(planned, files, log, without_codes=RETRYABLE, subfolder=_retry_folder(state))
     if work.num_left != total:
         raise ConfigError(

@@ -25,7 +25,10 @@ Check: TypeAlias = Callable[[], None]
 
 
 def first_state(planned: PlannedRun, session: str, phase: Phase, earlier_sessions: Sequence[str] = ()) -> RunState:
-    """`run.json` at the start of a session. `earlier_sessions`: those that no earlier state names."""
+    """`run.json` at the start of a session. `earlier_sessions`: those that no earlier state names.
+
+    No data file is `known` yet; the caller adds those of the earlier state.
+    """
     earlier = planned.earlier
     began = time.time() if earlier else planned.started_at
     before = earlier["former"] if earlier else []
@@ -51,6 +54,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, earlier_session
         "retries": earlier["retries"] if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
         "former": list(dict.fromkeys([*before, *earlier_sessions])),
+        "known": [],
     }
 
 
@@ -70,7 +74,9 @@ def reconcile(folder: RunFolder, state: RunState, check: Check, expected: int | 
     (None: not known). So a row that is lost and another that is there twice do not cancel out.
     """
     folder.remove_empty(check)  # what came late, or of a writer that was stopped with us
-    books, files = state["books"], folder.read_files()
+    if unknown := folder.unattributed_files(state):
+        raise RuntimeError(f"{unknown[0]}: no session of this run wrote it; move it away, and --resume goes on")
+    books, files = state["books"], folder.read_files(folder.run_files(state))
     if unsaid := [name for name, (_, ids) in files.items() if not ids]:
         raise RuntimeError(
             f"{folder.path(unsaid[0])}: not as a run wrote it; delete it, and --resume makes its rows again"

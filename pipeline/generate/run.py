@@ -17,14 +17,14 @@ from pipeline.formatting import Log
 from pipeline.generate.fingerprint import compare_fingerprints
 from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
-from pipeline.generate.resume import find_work, remove_late
+from pipeline.generate.resume import find_work, refuse_unattributed, remove_late
 from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
 from pipeline.generate.stopping import allowed_failures
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
 from pipeline.store.lease import Lease
 from pipeline.store.retry_commit import finish_commit
-from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import RunState
 
 
@@ -83,7 +83,8 @@ def _execute(planned: PlannedRun, session: str, earlier_sessions: list[str], lea
     if earlier is not None:
         remove_late(folder, earlier, lease.check, log)
         folder.remove_empty(lease.check, log)
-    known = folder.all_data_files()
+    refuse_unattributed(folder, state)
+    known = [] if earlier is None else folder.run_files(earlier)
     state["known"] = [folder.name(path) for path in known]
     work = find_work(planned, known, log)
     folder.write_state(state, lease.check)
@@ -102,7 +103,8 @@ def finish_run(planned: PlannedRun, state: RunState, lease: Lease, log: Log) -> 
     lease.check()
     if planned.input.listing.format == "openai_batch":
         samples, created = planned.config.sampling.n, int(planned.started_at)
-        state["answers"] = write_batch_files(folder, planned.model.source, created, lease.check, samples)
+        paths = {status: folder.run_files(state, [status]) for status in STATUSES}
+        state["answers"] = write_batch_files(folder, paths, planned.model.source, created, lease.check, samples)
     report = finish_report(folder, state | {"state": "finished"}, log, lease.check)
     lease.check()
     fault_point("leaving")

@@ -21,7 +21,7 @@ from pipeline.config.input import stored_input
 from pipeline.config.job import ConfigError, InputConfig, LimitsConfig, SamplingConfig, build_config
 from pipeline.formatting import Json, Log, count
 from pipeline.generate.fingerprint import compare_files, list_files
-from pipeline.generate.openai_batch import FILES, count_lines
+from pipeline.generate.openai_batch import FILES, read_lines_record
 from pipeline.generate.row_index import TASK, EntriesRef, gather, group_files, match_rows, scan_input
 from pipeline.generate.verify_files import NUM_SHOWN, FilesFound, Problems, check_files
 from pipeline.input.expansion import Expansion
@@ -33,7 +33,7 @@ from pipeline.input.read import read_file
 from pipeline.schema import score_schema
 from pipeline.store.lease import may_live, read_lease
 from pipeline.store.run_folder import RunFolder
-from pipeline.store.run_state import Books, RunState
+from pipeline.store.run_state import Books, LinesRecord, RunState
 
 T = TypeVar("T")
 
@@ -95,14 +95,10 @@ def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None
 
 
 def _files_since(folder: RunFolder, state: RunState) -> list[str]:
-    """Data files that came after the run was finished."""
-    there = [folder.name(path) for path in folder.all_data_files()]
-    known = frozenset(state["files"] if state["state"] == "finished" else there)
-    return [
-        f"run.json: {name} is not among the files that the books were closed with"
-        for name in there
-        if name not in known
-    ]
+    """Data files that do not belong to the run: they came late, or no session of it wrote them."""
+    late = [f"{path}: of an earlier session, came late; --resume removes it" for path in folder.late_files(state)]
+    unknown = folder.unattributed_files(state)
+    return [*late, *(f"{path}: no session of this run wrote it; move it away" for path in unknown)]
 
 
 def _other_ids(state: RunState, found: FilesFound) -> list[str]:
@@ -212,8 +208,9 @@ def _check_counts(folder: RunFolder, state: RunState, found: FilesFound, verdict
         }
         verdict.problems.add("count", _miscounts("report.json:", _read_report(folder), totals))
     if state["input"]["format"] == "openai_batch" and state["state"] == "finished":
-        lines = _miscounted_lines(folder, counted, found)
-        verdict.problems.add("count", lines or _other_lengths(folder, state))
+        written = {name: read_lines_record(folder, name) for name in FILES.values()}
+        lines = _miscounted_lines(written, counted, found)
+        verdict.problems.add("count", lines or _changed_batch_files(written, state))
 
 
 def _read_report(folder: RunFolder) -> Mapping[str, Json]:
@@ -225,20 +222,19 @@ def _read_report(folder: RunFolder) -> Mapping[str, Json]:
     return report if isinstance(report, dict) else {}
 
 
-def _other_lengths(folder: RunFolder, state: RunState) -> list[str]:
-    """Batch files that are not as long as they were written."""
-    sizes = {name: folder.filesystem.get_file_info(folder.path(name)).size for name in state.get("answers", {})}
-    recorded = {name: num_bytes for name, (_, num_bytes) in state.get("answers", {}).items()}
+def _changed_batch_files(written: Mapping[str, LinesRecord], state: RunState) -> list[str]:
+    """Batch files whose contents are not those that the run wrote."""
     return [
-        f"{name}: {sizes[name]} bytes, run.json says {recorded[name]}"
-        for name in recorded
-        if sizes[name] != recorded[name]
+        f"{name}: is not as it was written ({written[name]['bytes']} bytes, then {record['bytes']}); delete it, and "
+        "--resume makes it again"
+        for name, record in state.get("answers", {}).items()
+        if written[name] != record
     ]
 
 
-def _miscounted_lines(folder: RunFolder, counted: Mapping[str, int], found: FilesFound) -> list[str]:
+def _miscounted_lines(written: Mapping[str, LinesRecord], counted: Mapping[str, int], found: FilesFound) -> list[str]:
     """Problems if the batch files have not one line per row, or per line of the input where these have several rows."""
-    lines = {status: count_lines(folder, name) for status, name in FILES.items()}
+    lines = {status: written[name]["lines"] for status, name in FILES.items()}
     if found.num_documents is None:
         named = [(FILES[status], lines[status], counted[status], "row") for status in FILES]
     else:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pipeline.formatting import Json
 from pipeline.report.document import Example, Histogram, LayerPiece, LayersByStep
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 from skipdecode.schedules.from_config import make_schedule
 
 NUM_EXAMPLES = 3  # failed rows shown of each code
@@ -44,12 +45,13 @@ class DataTotals:
     """Fewest and most `layers_run` of rows with so many generated tokens."""
 
 
-def count_data(folder: RunFolder) -> DataTotals:
+def count_data(folder: RunFolder, state: RunState) -> DataTotals:
+    """Counts over the data files of the run of `state`."""
     totals = DataTotals()
-    for path in folder.data_files("ok"):
+    for path in folder.run_files(state, ["ok"]):
         columns = ["num_input_tokens", "num_generated_tokens", "finish_reason", "layers_run"]
         _count_good(_read(folder, path, columns), totals)
-    for path in folder.data_files("failed"):
+    for path in folder.run_files(state, ["failed"]):
         _count_failed(_read(folder, path, ["id", "error_code", "error_message"]), totals)
     return totals
 

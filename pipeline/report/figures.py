@@ -52,7 +52,7 @@ def make_report(
     ]
     figures: Figures = {
         "version": __version__,
-        **_counted(count_data(folder), batches, state, clock.duration_s, price_per_hour),
+        **_counted(count_data(folder, state), batches, state, clock.duration_s, price_per_hour),
         "actors": actors(starts, windows, clock),
         "tail": tail(windows, clock),
         "throughput": throughput.figures(),

@@ -178,22 +178,28 @@ def replaced(target: str, aside: str, check: Callable[[], None]) -> Iterator[Buf
     fault_point(f"{name} renamed")
 
 
-def check_renames(filesystem: pafs.FileSystem, root: str, shown: str) -> None:
-    """Raises ConfigError if files are visible before they are complete, and cannot be renamed either."""
-    if isinstance(filesystem, pafs.LocalFileSystem) or is_whole_on_close(filesystem):
-        return
+def check_writable(filesystem: pafs.FileSystem, root: str, shown: str) -> None:
+    """Raises ConfigError if no file can be written in the folder `root`, or, where files are visible before they are
+    complete, if they cannot be renamed either."""
     if filesystem.type_name == HUB:
         raise ConfigError(
             "output.path",
             f"{shown}: on a hub each file would be a commit; write elsewhere, jobs.export, and upload that",
         )
     first, second = (f"{root}/run.json.{uuid.uuid4().hex[:8]}.tmp" for _ in range(2))
+    is_renamed = not isinstance(filesystem, pafs.LocalFileSystem) and not is_whole_on_close(filesystem)
     try:
-        for text in (b"1", b"2"):
-            put(filesystem, second, BytesIO(text), first)
-        with filesystem.open_input_stream(second) as stream:
-            assert stream.read() == b"2", "a file that was renamed is another"
+        for text in (b"1", b"2") if is_renamed else (b"1",):
+            if isinstance(filesystem, pafs.LocalFileSystem):
+                _write(filesystem, second, BytesIO(text))
+            else:
+                put(filesystem, second, BytesIO(text), first)
+        if is_renamed:
+            with filesystem.open_input_stream(second) as stream:
+                assert stream.read() == b"2", "a file that was renamed is another"
     except Exception as error:  # each store has its own kinds
+        if not is_renamed:
+            raise ConfigError("output.path", f"{shown}: no file can be written there: {error}") from error
         raise ConfigError(
             "output.path",
             f"{shown}: a file system ({filesystem.type_name}) on which files are seen before they are whole, and "

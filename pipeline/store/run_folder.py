@@ -8,7 +8,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -161,23 +161,40 @@ class RunFolder:
         """Removes everything that runs before `session` wrote, except `run.json`, which names the sessions whose files
         may still arrive late, and which the new run replaces. `check` is called before each step.
 
-        On a disk, files are first moved to a folder that the next `fence` removes as well. So if this process is
-        suspended here and continues when another session is at work, it cannot delete that session's files.
+        If this process is suspended here and continues when another session is at work, it must not delete that
+        session's files. On a disk, files are first moved to a folder that the next `fence` removes as well; elsewhere
+        they are listed before the check, and only those are deleted.
         """
+        names = [name for name in OURS if name not in ("checkpoint", "run.json")]
+        if not self.is_local:
+            for name in names:
+                self._remove_listed(name, check)
+            return
         gone = f"checkpoint/gone-{session}"
-        if self.is_local:
-            os.makedirs(self.path(gone), exist_ok=True)
-        for name in (name for name in OURS if name not in ("checkpoint", "run.json")):
+        os.makedirs(self.path(gone), exist_ok=True)
+        for name in names:
             check()
-            if not self.is_local:
-                self.remove(name)
-            elif os.path.lexists(self.path(name)):
+            if os.path.lexists(self.path(name)):
                 try:
                     os.rename(self.path(name), self.path(f"{gone}/{name}"))
                 except FileNotFoundError:
                     check()  # raises the reason if another session has taken over
                     raise
         self.remove(gone)
+
+    def _remove_listed(self, name: str, check: Callable[[], None]) -> None:
+        """Removes a file, or all files of a folder, elsewhere than on a disk; none that appears after `check`."""
+        infos = [self.filesystem.get_file_info(self.path(name))]
+        if infos[0].type == pafs.FileType.Directory:
+            infos = self.filesystem.get_file_info(pafs.FileSelector(self.path(name), recursive=True))
+        paths = [info.path for info in infos if info.type == pafs.FileType.File]
+        check()
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(self._delete_file, paths))
+
+    def _delete_file(self, path: str) -> None:
+        with suppress(FileNotFoundError):  # another session was faster
+            self.filesystem.delete_file(path)
 
     def remove(self, name: str) -> None:
         """Removes a file or folder if it is there."""
@@ -218,10 +235,10 @@ class RunFolder:
                     os.rename(self.path(name), self.path(f"{gone}/{name.replace('/', '_')}"))  # atomically
             self.remove(gone)
         else:
-            check()
             if is_whole_on_close(self.filesystem):
-                self.remove("checkpoint")
+                self._remove_listed("checkpoint", check)
                 return
+            check()
             if self.filesystem.get_file_info(self.path(STAGING)).type == pafs.FileType.Directory:
                 self.filesystem.move(self.path(STAGING), self.path(gone))
             self.remove("checkpoint")
@@ -246,13 +263,11 @@ class RunFolder:
                 with suppress(OSError):  # not there, or not empty
                     os.rmdir(self.path(name))
             return
+        if is_whole_on_close(self.filesystem):  # has no empty folders, and the next session may have begun to write
+            return
         selector = pafs.FileSelector(self.path("checkpoint"), allow_not_found=True, recursive=True)
         if all(self.name(info.path) == STAGING for info in self.filesystem.get_file_info(selector)):
             self.remove("checkpoint")
-
-    def late_files(self, known: Collection[str], sessions: Collection[str]) -> list[str]:
-        """Paths of data files that writers of these `sessions` added late: those whose names are not `known`."""
-        return [p for p in self.all_data_files() if self.name(p) not in known and writer_of(p) in sessions]
 
     def remove_empty(self, check: Callable[[], None], log: Log = lambda _: None) -> list[str]:
         """Removes data files of zero bytes, which an interrupted upload may leave, and returns their paths. `check` is
@@ -282,16 +297,32 @@ class RunFolder:
         """Paths of the finished files, status by status."""
         return [path for status in STATUSES for path in self.data_files(status)]
 
+    def run_files(self, state: RunState, statuses: Sequence[str] = STATUSES) -> list[str]:
+        """Paths of the data files that belong to the run of `state`, status by status (`counts_file`)."""
+        counts = counts_file(state)
+        return [path for status in statuses for path in self.data_files(status) if counts(self.name(path))]
+
+    def late_files(self, state: RunState) -> list[str]:
+        """Paths of data files that do not belong to the run, of sessions of the run or before it: they came late."""
+        counts, sessions = counts_file(state), _sessions(state)
+        return [p for p in self.all_data_files() if writer_of(p) in sessions and not counts(self.name(p))]
+
+    def unattributed_files(self, state: RunState) -> list[str]:
+        """Paths of data files that do not belong to the run and were written by a session that `state` does not know,
+        or by no session."""
+        counts, sessions = counts_file(state), _sessions(state)
+        return [p for p in self.all_data_files() if writer_of(p) not in sessions and not counts(self.name(p))]
+
     def files(self, folder: str) -> list[str]:
+        """Paths of the Parquet files of a subfolder, sorted."""
         return sorted(self.path(name) for name in self._names(folder) if name.endswith(".parquet"))
 
     def count_rows(self, status: str, subfolder: str = "data") -> int:
         """Rows of one status, from the file footers."""
         return sum(int(rows) for rows, _ in self._footers(self.data_files(status, subfolder)))
 
-    def read_files(self) -> dict[str, FileRecord]:
-        """Rows of each data file, and the sum of their ids in hex, from the footers."""
-        paths = self.all_data_files()
+    def read_files(self, paths: Sequence[str]) -> dict[str, FileRecord]:
+        """By the name of each data file: its rows, and the sum of their ids in hex, from the footers."""
         return {self.name(path): footer for path, footer in zip(paths, self._footers(paths), strict=True)}
 
     def _footers(self, paths: Sequence[str]) -> list[FileRecord]:
@@ -305,6 +336,24 @@ def _parse(text: str) -> RunState:
     if not isinstance(state, dict):
         raise ValueError("no object")
     return state
+
+
+def counts_file(state: RunState) -> Callable[[str], bool]:
+    """Tells of the name of a data file whether it belongs to the run of `state`.
+
+    What counts is who wrote a file and when, not that it is there: an upload of a session that is over may still
+    arrive. To a finished run belong the files that its books were closed with; to any other those that its last session
+    found at its start (`known`; a new run finds none) and those that this session has written.
+    """
+    if state["state"] == "finished":
+        return frozenset(state["files"]).__contains__
+    known, session = frozenset(state.get("known", ())), state["sessions"][-1]["id"]
+    return lambda name: name in known or writer_of(name) == session
+
+
+def _sessions(state: RunState) -> frozenset[str]:
+    """All sessions that may have written data files into the folder."""
+    return frozenset([*state["former"], *(session["id"] for session in state["sessions"])])
 
 
 def writer_of(path: str) -> str:

@@ -94,6 +94,14 @@ class EstimateState(TypedDict):
     cost: float | None
 
 
+class LinesRecord(TypedDict):
+    """The contents of a file of lines."""
+
+    lines: int
+    bytes: int
+    sha256: str
+
+
 class RunState(TypedDict):
     """`run.json`."""
 
@@ -114,15 +122,14 @@ class RunState(TypedDict):
     books: Books
     commit: NotRequired[CommitState]
     known: NotRequired[list[str]]
-    """The data files that the last session found at its start; missing before it has listed them, and once the run is
-    finished."""
+    """The data files of the run that its last session found at its start; missing once the run is finished."""
     files: NotRequired[dict[str, FileRecord]]
     """The data files when the rows were last counted."""
     ids: NotRequired[dict[str, str | None]]
     """Sums of the ids of the `input` (None: not known) and of the `output`, in hex: equal where each row is there
     once."""
-    answers: NotRequired[dict[str, list[int]]]
-    """Lines and bytes of each OpenAI batch file, where there are such files."""
+    answers: NotRequired[dict[str, LinesRecord]]
+    """Each OpenAI batch file as it was written, where there are such files."""
     former: list[str]
     """Sessions of runs that were in the folder before, and of holders that it was taken from."""
     estimate: NotRequired[EstimateState]

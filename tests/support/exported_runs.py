@@ -55,7 +55,8 @@ def make_run(root: Path, num_files: int = 4, columns: dict[str, pa.Array] = EXTR
         "model": {"source": "/secret/place/my-model", "layers": 24},
         "decode": {"method": "skipdecode", "speedup": 2.0, "layers": None},
         "books": {"input": 3 * num_files + 3, "ok": 3 * num_files, "failed": 3, "closed": True},
-        "sessions": [{"id": "s1", "started_at": 1.79e9, "ended_at": 1.79e9 + 60}],
+        "sessions": [{"id": "s1", "started_at": 1.79e9, "ended_at": 1.79e9 + 60}], "former": [], "known": [],
+        "files": folder.read_files(folder.all_data_files()),
     }  # fmt: skip
     folder.write_state(state)
     found: RunState = state

@@ -7,12 +7,15 @@ is not told to go on. `turns` puts the stops into the real code.
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow.fs as pafs
+
 from pipeline.store.lease import Lease
 from pipeline.store.run_folder import RunFolder
+from tests.support.upload_store import UploadStore
 
 STOPS = ("replace", "rename", "link", "unlink", "rmdir")
 WAIT_S = 30.0
@@ -67,7 +70,8 @@ class Actor(threading.Thread):
             assert not self.is_alive()
 
 
-def _stop() -> None:
+def stop() -> None:
+    """A stop of the actor that calls this; nothing elsewhere."""
     actor = threading.current_thread()
     if isinstance(actor, Actor):
         actor.stop()
@@ -80,30 +84,85 @@ def turns() -> Iterator[None]:
 
     def stopping(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keys: Any) -> Any:
-            _stop()
+            stop()
             return real(*arguments, **keys)
 
         return call
 
-    def data_files(folder: RunFolder, status: str, place: str = "data") -> list[str]:
-        if status == "ok":  # the other one is listed directly behind it
-            _stop()
-        return list_them(folder, status, place)
-
-    look, list_them = Lease.holds, RunFolder.data_files
+    look = Lease.holds
 
     def holds(lease: Lease) -> bool:
         found = look(lease)
-        _stop()
+        stop()
         return found
 
     patches = [patch.object(os, name, stopping(getattr(os, name))) for name in STOPS]
-    patches += [patch.object(os, "fsync", lambda _: None), patch.object(Lease, "holds", holds)]
-    patches.append(patch.object(RunFolder, "data_files", data_files))
-    for one in patches:
-        one.start()
-    try:
+    patches += [patch.object(os, "fsync", lambda _: None), patch.object(Lease, "holds", holds), _stop_before_lists()]
+    with _all(patches):
         yield
-    finally:
+
+
+@contextmanager
+def turns_on_store() -> Iterator[UploadStore]:
+    """A store on which actors stop before something is deleted, in the upload of a data file, before the data files are
+    listed, and before each look at a lease.
+
+    A small file appears at once behind the look at the lease: a session that stands still between the two puts an older
+    `run.json` in place of a newer one, which a store cannot prevent, and which ends the next session with an error.
+    """
+    store = UploadStore(stop)
+    look = Lease.holds
+
+    def holds(lease: Lease) -> bool:
+        stop()
+        return look(lease)
+
+    def write(filesystem: pafs.PyFileSystem, path: str, source: Any) -> None:
+        upload = store.begin(path, bytes(source.read()))
+        if "/data/" in path:
+            stop()
+        upload.land()
+
+    patches = [
+        patch("pipeline.store.atomic_files.UPLOADS", (pafs.PyFileSystem,)),
+        patch("pipeline.store.atomic_files._write", write),
+        patch("pipeline.store.atomic_files.to_the_end", lambda work: work()),
+        patch("pipeline.store.run_folder.ThreadPoolExecutor", _InThisThread),
+        patch("pipeline.store.lease.SETTLE_S", 0.0),
+        patch.object(Lease, "holds", holds),
+        _stop_before_lists(),
+    ]
+    with _all(patches):
+        yield store
+
+
+class _InThisThread:
+    """In place of a pool of threads, which are no actors."""
+
+    def __init__(self, _: int) -> None:
+        self.map = map
+
+    def __enter__(self) -> "_InThisThread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to wait for."""
+
+
+def _stop_before_lists() -> Any:
+    list_them = RunFolder.data_files
+
+    def data_files(folder: RunFolder, status: str, place: str = "data") -> list[str]:
+        if status == "ok":  # the other one is listed directly behind it
+            stop()
+        return list_them(folder, status, place)
+
+    return patch.object(RunFolder, "data_files", data_files)
+
+
+@contextmanager
+def _all(patches: list[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
         for one in patches:
-            one.stop()
+            stack.enter_context(one)
+        yield

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import fsspec
@@ -12,6 +13,7 @@ import yaml
 
 from jobs import export
 from pipeline.export import export as export_run
+from pipeline.export.export_plan import ExportPlan, Options
 from pipeline.schema import OUTPUT_SCHEMA
 from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
@@ -153,6 +155,32 @@ def test_a_lost_file_is_noticed(run: Path, tmp_path: Path, call: Call) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_that_changes_during_the_export_is_noticed(
+    run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are counted in the footers first, and again when they are read."""
+    first = min((run / "data/status=ok").iterdir())
+    real = export_run.plan_export
+
+    def plan(options: Options) -> ExportPlan:
+        made = real(options)
+        pq.write_table(pq.ParquetFile(first).read()[:2], first)
+        return made
+
+    monkeypatch.setattr(export_run, "plan_export", plan)
+    code, _, err = call(export, run, "-o", tmp_path / "out")
+    assert (code, "read 11 rows, expected 12; start again" in err) == (1, True), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_does_not_belong_to_the_run_is_not_exported(run: Path, tmp_path: Path, call: Call) -> None:
+    """One of an earlier session that came after the books were closed."""
+    first = min((run / "data/status=ok").iterdir())
+    shutil.copy(first, first.with_name("part-s0-x-0000.parquet"))
+    code, document, err = call(export, run, "-o", tmp_path / "out")
+    assert (code, document["rows"]) == (0, 12), err
+
+
 def test_an_error_in_the_middle_leaves_nothing(
     run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +234,7 @@ def test_memory_stays_flat(tmp_path: Path, call: Call, format: str) -> None:
             sink = RunSink(folder.filesystem, folder.root, "s1", pq.read_schema(folder.data_files("failed")[0]), None)
         sink.write(rows(4000 * number, {"long": long}), f"{number:04d}")
     state["books"] |= {"ok": 40_000, "failed": 1}
+    state["files"] = folder.read_files(folder.all_data_files())
     folder.write_state(state)
     with most_bytes(200 << 20):
         code, document, err = call(export, tmp_path / "run", "-o", tmp_path / "out", "--format", format)

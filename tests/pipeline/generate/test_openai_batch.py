@@ -10,12 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.job import SamplingConfig
-from pipeline.generate.openai_batch import count_lines, has_batch_files, write_batch_files
+from pipeline.generate.openai_batch import has_batch_files, read_lines_record, write_batch_files
+from pipeline.generate.verify import _changed_batch_files
 from pipeline.input import expansion
 from pipeline.input.expansion import Expansion
 from pipeline.input.read import read_file
 from pipeline.schema import OUTPUT_SCHEMA
-from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_folder import STATUSES, RunFolder
 from tests.support.input_helpers import make_config, make_plan
 
 
@@ -37,13 +38,19 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.open(str(tmp_path))
 
 
+def paths_of(folder: RunFolder) -> dict[str, list[str]]:
+    return {status: folder.data_files(status) for status in STATUSES}
+
+
 def state(**keys: Any) -> Any:
     return {"state": "finished", "input": {"format": "openai_batch"}, "books": {"ok": 3, "failed": 1}, **keys}
 
 
 def test_they_are_as_long_as_was_written_down(folder: RunFolder) -> None:
-    written = write_batch_files(folder, "opt", 1)
-    assert {name: lines for name, (lines, _) in written.items()} == {"batch_output.jsonl": 3, "batch_errors.jsonl": 1}
+    written = write_batch_files(folder, paths_of(folder), "opt", 1)
+    assert {name: record["lines"] for name, record in written.items()} == {
+        "batch_output.jsonl": 3, "batch_errors.jsonl": 1
+    }  # fmt: skip
     finished = state(answers=written)
     assert has_batch_files(folder, finished)
     for name in written:
@@ -58,7 +65,25 @@ def test_they_are_as_long_as_was_written_down(folder: RunFolder) -> None:
         folder.write_text(name, text)
     assert has_batch_files(folder, finished)
     assert has_batch_files(folder, {"input": {"format": "jsonl"}})  # type: ignore[arg-type]
-    assert count_lines(folder, "nowhere.jsonl") == 0
+    assert read_lines_record(folder, "nowhere.jsonl")["lines"] == 0
+
+
+def test_a_byte_that_changed_is_named(folder: RunFolder) -> None:
+    """The file is as long as before."""
+    finished = state(answers=write_batch_files(folder, paths_of(folder), "opt", 1))
+
+    def changed() -> list[str]:
+        return _changed_batch_files({name: read_lines_record(folder, name) for name in finished["answers"]}, finished)
+
+    assert changed() == []
+    for name in finished["answers"]:
+        text = folder.read_text(name)
+        assert text is not None
+        folder.write_text(name, text.replace("batch_req", "match_req", 1))
+        assert has_batch_files(folder, finished)
+        (problem,) = changed()
+        assert problem.startswith(f"{name}: is not as it was written")
+        folder.write_text(name, text)
 
 
 def test_they_are_on_the_disk_before_they_have_their_names(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +91,7 @@ def test_they_are_on_the_disk_before_they_have_their_names(folder: RunFolder, mo
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (steps.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda *names: (steps.append("replace"), replace(*names)))
-    write_batch_files(folder, "opt", 1)
+    write_batch_files(folder, paths_of(folder), "opt", 1)
     assert [step if step == "replace" else Path(step).name.partition(".")[0] for step in steps] == [
         "batch_output", "replace", folder.root.rpartition("/")[2],
         "batch_errors", "replace", folder.root.rpartition("/")[2],
@@ -99,7 +124,7 @@ def test_lines_of_every_kind_have_one_line_each(tmp_path: Path, monkeypatch: pyt
         (tmp_path / f"run/data/status={status}").mkdir(parents=True)
         pq.write_table(table, tmp_path / f"run/data/status={status}/part-s1-x-0.parquet")
     folder = RunFolder.open(str(tmp_path / "run"))
-    written = write_batch_files(folder, "m", 1, samples=n)
+    written = write_batch_files(folder, paths_of(folder), "m", 1, samples=n)
     found = {
         name: sorted(json.loads(line)["custom_id"] for line in (folder.read_text(name) or "").splitlines())
         for name in written

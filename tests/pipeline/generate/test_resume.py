@@ -70,15 +70,3 @@ def test_a_driver_that_has_lost_its_lease_removes_nothing_more(root: Path) -> No
     with pytest.raises(PermissionError):
         remove_late(RunFolder.open(str(root)), state_of("finished", files={}), check, lambda _: None)
     assert len(before - files(root)) == 1
-
-
-def test_a_session_that_was_killed_before_it_had_listed_the_files_has_none_that_are_late(root: Path) -> None:
-    before = files(root)
-    remove_late(RunFolder.open(str(root)), state_of("running"), lambda: None, lambda _: None)
-    assert files(root) == before
-
-
-def test_files_of_an_overwritten_run_go_even_if_the_new_run_was_killed_before_it_had_listed_any(root: Path) -> None:
-    state: Any = {"state": "running", "sessions": [{"id": SECOND}], "former": [FIRST]}
-    remove_late(RunFolder.open(str(root)), state, lambda: None, lambda _: None)
-    assert {name.split("-")[1] for name in files(root)} == {SECOND, SUCCESSOR}

@@ -18,6 +18,7 @@ from pipeline.store.run_folder import RunFolder
 
 NASTY = "</code></pre></style><script>alert(1)</script>\"'&amp; {{ 7 * 7 }} {% raw %} <img src=x>"
 STATE: dict[str, Any] = {
+    "former": [], "files": {"data/status=ok/part-0-0-0.parquet": [5, ""]},
     "version": "1.0.0", "state": "finished", "sessions": [{"id": "0" * 12, "started_at": 0.0, "ended_at": 100.0}],
     "books": {"input": 5, "ok": 4, "failed": 1, "closed": True}, "decode": {"method": "skipdecode", "speedup": 2},
     "model": {"source": "m", "layers": 24}, "fingerprint": {"model.files": "abc"},

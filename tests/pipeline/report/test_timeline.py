@@ -95,6 +95,7 @@ def test_spans_of_a_lane_are_joined_where_nobody_sees_the_gap() -> None:
 
 
 STATE: dict[str, Any] = {
+    "former": [], "files": {"data/status=ok/part-0-0-0.parquet": [5, ""]},
     "version": "1.0.0", "state": "finished", "sessions": [{"id": "0" * 12, "started_at": 0.0, "ended_at": 10_000.0}],
     "books": {"input": 5, "ok": 5, "failed": 0, "closed": True}, "decode": {"method": "skipdecode", "speedup": 2},
     "model": {"source": "m", "layers": 24}, "fingerprint": {}, "input": {"documents": 5},

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -64,6 +65,22 @@ def test_who_lost_the_folder_while_it_clears_it_deletes_no_more(tmp_path: Path) 
     assert [path.name for path in (tmp_path / "data").rglob("*.parquet")] == ["new.parquet"]
     assert (tmp_path / "metrics/x.parquet").exists()
     assert (tmp_path / "run.json").exists()
+
+
+def test_a_store_is_cleared_of_nothing_that_comes_later(tmp_path: Path) -> None:
+    """There nothing can be moved aside; a session that stood still behind its look at the lease has a successor."""
+    store = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
+    folder = RunFolder(store, "run", "store://run")
+
+    def put(name: str) -> None:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).touch()
+
+    for name in ("data/status=ok/part-s0-x-0.parquet", "metrics/batches-s0-0.parquet", "report.json", "run.json"):
+        put(name)
+    folder.clear("s1", lambda: put("data/status=ok/part-s2-x-0.parquet"))
+    left = {path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert left == {"data/status=ok/part-s2-x-0.parquet", "run.json"}
 
 
 def test_what_no_run_wrote_is_named_before_it_is_cleared(tmp_path: Path) -> None:
@@ -142,13 +159,20 @@ def test_a_file_that_came_late_is_found(tmp_path: Path) -> None:
     for name in ("part-s1-x-000000", "part-s1-x-000001", "part-s2-y-000000", "rest-s3-000000", "part-s4-z-000000"):
         for status in ("ok", "failed"):
             folder.write_text(f"data/status={status}/{name}.parquet", "")
-    known = {f"data/status={status}/part-s1-x-000000.parquet" for status in ("ok", "failed")}
-    late = folder.late_files(known, {"s1", "s3"})
-    assert {folder.name(path) for path in late} == {
-        f"data/status={status}/{name}.parquet"
-        for status in ("ok", "failed")
-        for name in ("part-s1-x-000001", "rest-s3-000000")
-    }
+    known = [f"data/status={status}/part-s1-x-000000.parquet" for status in ("ok", "failed")]
+    sessions = [{"id": session} for session in ("s1", "s3", "s2")]
+    state: Any = {"state": "running", "sessions": sessions, "former": [], "known": known}
+
+    def names(paths: list[str]) -> set[str]:
+        assert len(paths) == 2 * len({Path(path).stem for path in paths})
+        return {Path(path).stem for path in paths}
+
+    assert names(folder.run_files(state)) == {"part-s1-x-000000", "part-s2-y-000000"}
+    assert names(folder.late_files(state)) == {"part-s1-x-000001", "rest-s3-000000"}
+    assert names(folder.unattributed_files(state)) == {"part-s4-z-000000"}
+    finished = state | {"state": "finished", "files": dict.fromkeys(known)}
+    assert names(folder.run_files(finished)) == {"part-s1-x-000000"}
+    assert names(folder.late_files(finished)) == {"part-s1-x-000001", "rest-s3-000000", "part-s2-y-000000"}
 
 
 def test_known_files_are_looked_up_and_not_searched(tmp_path: Path) -> None:
@@ -169,8 +193,10 @@ def test_known_files_are_looked_up_and_not_searched(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).touch()
     folder = RunFolder.open(str(tmp_path))
-    assert folder.late_files(frozenset(map(Name, names[1:])), {"s1"}) == [folder.path(names[0])]
-    assert 999 <= num_compared < 2000
+    known = dict.fromkeys(map(Name, names[1:]))
+    state: Any = {"state": "finished", "sessions": [{"id": "s1"}], "former": [], "files": known}
+    assert folder.late_files(state) == [folder.path(names[0])]
+    assert 999 <= num_compared < 5000
 
 
 def test_what_a_session_leaves_is_its_own(tmp_path: Path) -> None:
