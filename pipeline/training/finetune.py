@@ -24,6 +24,8 @@ from pipeline.cluster.progress import LiveLine
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Log, count
 from pipeline.store.digest import refuse_differences
+from pipeline.store.lease import Lease
+from pipeline.store.run_folder import RunFolder
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.folder import TrainingFolder
 from pipeline.training.loss_plot import plot_losses
@@ -62,6 +64,15 @@ def finetune(config: FinetuneConfig, log: Log) -> FinetuneResult:
         if earlier["state"] == "finished":
             log(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)
+    with Lease(RunFolder.open(str(folder.root)), uuid.uuid4().hex[:12], log):
+        if folder.read_state() != earlier and config.output.if_exists != "overwrite":
+            raise ConfigError("output.path", f"another run has worked in {folder.root} meanwhile; start again")
+        return FinetuneResult(_train(planned, log), folder)
+
+
+def _train(planned: PlannedTraining, log: Log) -> TrainingRecord:
+    """Trains in a folder whose lease is held, and returns `training.json`."""
+    config, folder = planned.config, planned.folder
     cluster = start_ray(log)
     if ray.get_runtime_context().runtime_env.get("working_dir") and not Path(config.output.path).is_absolute():
         raise ConfigError(
@@ -72,14 +83,14 @@ def finetune(config: FinetuneConfig, log: Log) -> FinetuneResult:
     pool = plan_workers(config.workers, cluster, ray.available_resources())
     if config.output.if_exists == "overwrite":
         folder.clear()
+    folder.remove_temporary()
     device = "a GPU" if pool.use_gpu else f"{pool.threads} threads"
     found = folder.checkpoints()
     log(
         f"train: {count(pool.num_workers, 'worker')} with {device} each, schedules {list(planned.train.schedules)}"
         + (f"; from the checkpoint of step {found[0][0]}" if found else "")
     )
-    record = _execute(planned, pool)
-    return FinetuneResult(record, folder)
+    return _execute(planned, pool)
 
 
 def _execute(planned: PlannedTraining, pool: TrainPool) -> TrainingRecord:

@@ -3,12 +3,13 @@
 A file that is visible under its final name is complete, since every file is written under a temporary name and
 renamed. A checkpoint is one file, so no manifest can disagree with it (Ray Train's own manifest of checkpoints is
 rewritten in place, and a kill at that moment leaves a run that cannot be restored). Only rank 0 and the driver write,
-never at the same time. Local or shared filesystems; no object stores.
+never at the same time, and only one run at a time (`store.lease`). Local or shared filesystems; no object stores.
 """
 
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import TypeVar
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json
 from pipeline.store.model_folder import TOKENIZER_FILES
+from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import check_version
 from pipeline.training.training_records import LogLine, TrainingRecord, TrainingState
 from skipdecode.checkpoint import lora_adapter as adapter
@@ -80,7 +82,7 @@ class TrainingFolder:
                 f"{self.root} holds {', '.join(there)} and no training/run.json: no run of ours wrote it, "
                 "and --overwrite will not delete it; choose another output.path",
             )
-        if if_exists == "overwrite" or not self.root.exists() or not any(self.root.iterdir()):
+        if if_exists == "overwrite" or not RunFolder.open(str(self.root)).exists():
             return None
         if if_exists == "resume":
             raise ConfigError("output.path", f"{self.root} holds no training/run.json to resume")
@@ -95,6 +97,11 @@ class TrainingFolder:
         for name in OURS:
             path = self.root / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def remove_temporary(self) -> None:
+        """Removes what a killed process left half written."""
+        for path in [*self.root.glob("*.tmp"), *self.training.rglob("*.tmp")]:
+            path.unlink(missing_ok=True)
 
     def read_state(self) -> TrainingState | None:
         """`training/run.json`, or None."""
@@ -119,11 +126,14 @@ class TrainingFolder:
         """A path to write to; what was written appears as `name` when the block ends well, or not at all."""
         target = self.root / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        staged = target.with_name(f"{target.name}.tmp")
-        yield staged
-        with staged.open("rb") as file:
-            os.fsync(file.fileno())  # the name must not outlive the bytes when the machine goes down
-        os.replace(staged, target)
+        staged = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")  # two runs may overlap for a moment
+        try:
+            yield staged
+            with staged.open("rb") as file:
+                os.fsync(file.fileno())  # the name must not outlive the bytes when the machine goes down
+            os.replace(staged, target)
+        finally:
+            staged.unlink(missing_ok=True)
 
     def publish(self, write: Callable[[Path], None]) -> None:
         """`write(folder)` makes some of MODEL_FILES; they replace those of the model, one by one, the weights last."""

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import OPTForCausalLM
 
 from jobs.finetune import main
+from pipeline.store import lease
+from pipeline.store.run_folder import RunFolder
 from pipeline.training.config import TrainSection
 from pipeline.training.schedules import check_schedules
 from skipdecode.checkpoint.model_config import read_config
@@ -69,6 +71,18 @@ def test_it_learns_every_speed(pairs: Path, tmp_path: Path, capsys: Capture) -> 
         schedule = make_schedule(decode, num_layers=6, max_new_tokens=8)
         request = Request("", tokenizer.encode(["say ef"])[0], Sampling(max_new_tokens=8))
         assert tokenizer.decode(generate(model, [request], schedule).completions[0].tokens) == "efef"
+
+
+@pytest.mark.parametrize("mode", [[], ["--resume"], ["--overwrite"]])
+def test_one_run_at_a_time_trains_in_a_folder(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, mode: list[str]
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_S", 0.5)
+    monkeypatch.setattr(lease, "BEAT_S", 0.05)
+    with lease.Lease(RunFolder.open(str(tmp_path / "model")), "other", print):
+        assert main([*arguments(pairs, tmp_path / "model"), *mode]) == 2
+    assert "output.path: run other (process" in capsys.readouterr().err
+    assert list((tmp_path / "model").iterdir()) == []
 
 
 @pytest.mark.ray

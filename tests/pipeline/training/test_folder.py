@@ -76,6 +76,26 @@ def test_the_last_two_checkpoints_stay_and_a_torn_one_is_never_seen(folder: Trai
     assert folder.load_checkpoint(lambda path: {"text": path.read_text()}) == (100, {"text": "100"})
 
 
+def test_two_that_write_a_file_at_once_each_have_their_own(folder: TrainingFolder) -> None:
+    with folder.whole("training/x") as first:
+        with folder.whole("training/x") as second:
+            second.write_text("second")
+        first.write_text("first")
+    assert (folder.training / "x").read_text() == "first"
+    (folder.training / "checkpoints").mkdir()
+    for left in (folder.root / "config.json.0a1b2c3d.tmp", folder.training / "checkpoints/step-000000005.pt.0a1b.tmp"):
+        left.write_text("of a killed run")
+    folder.remove_temporary()
+    assert [path.name for path in folder.root.rglob("*") if path.is_file()] == ["x"]
+
+
+def test_a_lease_alone_is_no_model(folder: TrainingFolder) -> None:
+    """It is left behind by a run that was killed before it had written anything."""
+    folder.root.mkdir()
+    (folder.root / "lease.json").write_text("{}")
+    assert folder.check("fail") is None
+
+
 def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(folder: TrainingFolder) -> None:
     for step in (5, 10):
         folder.save_checkpoint(step, lambda path, step=step: path.write_text(f'{{"step": {step}}}'))  # type: ignore[misc]
