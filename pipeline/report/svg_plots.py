@@ -52,6 +52,7 @@ STYLE = {
     "legend.fontsize": 9,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
+    "text.parse_math": False,  # a folder may be called a$b$
 }
 
 Draw = Callable[["Axes", bool], None]
