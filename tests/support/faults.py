@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,11 @@ RETRY_STEPS = [
 QUICK_LEASE_S, REAL_LEASE_S = "3", "30"
 GCS_PATIENCE_S = "5"  # how long processes try to reach a GCS that is gone; Ray's own is 60
 DIES_WITH_RAY_S = 60.0
+
+
+OWN_SEED = 7
+OTHER_ROWS = "sampling.seed=8"
+"""What makes a run another one, whose rows the judge tells from those of the trial's own."""
 
 
 def ends_well(trial: Trial, driver: Driver) -> None:
@@ -105,15 +111,38 @@ def driver_killed_at_a_step(trial: Trial) -> None:
     trial.resume()
 
 
+def overwrite_and_kill(trial: Trial) -> None:
+    """A run is killed, and the one that overwrites it too, at a step or at a random moment; then its user goes on."""
+    first = trial.start(OTHER_ROWS)
+    trial.wait_for_files(first)
+    trial.kill(first)
+    place = trial.rng.choice([*DRIVER_STEPS, None])
+    plan = {} if place is None else {place[0]: {"signal": "SIGKILL", "after": place[1]}}
+    second = trial.start("--overwrite", plan=plan)
+    if place is None:
+        time.sleep(trial.rng.random() * 8)
+        trial.kill(second)
+    else:
+        trial.end(second)
+        must_have_hit(trial, second, plan)
+    code, err = trial.end(trial.start("--resume"))
+    if code == 2:  # it was killed before it had written its own run.json
+        assert "sampling.seed: the run was started with 8, now it is 7" in err, err[-1500:]
+        ends_well(trial, trial.start("--overwrite"))
+    else:
+        assert code == 0, err[-1500:]
+
+
 def late_writer(trial: Trial) -> None:
     """A writer stands still in a step of its commit, its driver dies; it goes on when another session has begun."""
-    point = f"data {trial.rng.choice(COMMIT_STEPS)}"
-    driver = trial.start(plan={point: {"signal": "SIGSTOP", "after": trial.rng.randrange(2)}})
+    point, mode = f"data {trial.rng.choice(COMMIT_STEPS)}", trial.rng.choice(("--resume", "--overwrite"))
+    rows = [OTHER_ROWS] if mode == "--overwrite" else []
+    driver = trial.start(*rows, plan={point: {"signal": "SIGSTOP", "after": trial.rng.randrange(2)}})
     trial.wait(driver, lambda: point in trial.hits())
     (hit,) = trial.site.plan_folder.glob(f"faults.json.{point}.*.hit")
     writer = int(hit.read_text())
     trial.kill(driver)
-    next_one = trial.start("--resume")
+    next_one = trial.start(mode)
     trial.pause()
     with suppress(ProcessLookupError):  # Ray was faster
         os.kill(writer, signal.SIGCONT)
@@ -125,7 +154,8 @@ def pause_and_succeed(trial: Trial, lease_s: str) -> None:
     successor = trial.rng.choice(("--resume", "--overwrite"))
     place = trial.rng.choice(PAUSES)
     plan = {} if place is None else {place[0]: {"signal": "SIGSTOP", "after": place[1]}}
-    paused = trial.start(plan=plan, SKIPDECODE_LEASE_S=lease_s)
+    rows = [OTHER_ROWS] if successor == "--overwrite" else []
+    paused = trial.start(*rows, plan=plan, SKIPDECODE_LEASE_S=lease_s)
     if place is None:
         trial.wait_for_files(paused)
         os.kill(paused.pid, signal.SIGSTOP)
@@ -267,6 +297,7 @@ DISK_FAULTS: dict[str, Fault] = {
     "driver killed": driver_killed,
     "driver killed at a step": driver_killed_at_a_step,
     "writer that outlives its driver": late_writer,
+    "overwriting run killed": overwrite_and_kill,
     "driver paused": driver_paused,
     "driver paused, lease of 30 s": driver_paused_30_s,
     "two drivers at once": two_drivers,
