@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --no-compile --disable-pip-version-check --root-user-a
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo demo-chat test test-fast test-ray test-all chaos check docs bench gpu baselines quality clean
+.PHONY: help setup setup-dev demo demo-chat test test-fast test-ray test-all chaos mutants check docs bench gpu baselines quality clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ TRIALS ?= 100
 SEED ?= 0
 chaos: .venv/installed-test  ## runs killed, paused and delayed at random; each must lose nothing: TRIALS=100 SEED=0
 	$(BIN)/python -m tests.runs.chaos --trials $(TRIALS) --seed $(SEED)
+
+mutants: .venv/installed-test  ## makes one line wrong at a time, which the tests named with it must find; 10 minutes
+	$(BIN)/python -m tests.mutants
 
 check: .venv/installed-test  ## lint, format and types
 	$(BIN)/ruff check .

@@ -1,0 +1,118 @@
+"""`make mutants`: makes one line of the code wrong, in a copy of the tree; the tests that are named with it must fail.
+
+    python -m tests.mutants                     # all of mutants.toml
+    python -m tests.mutants --only fence        # those with this word in their name or file
+
+First the tests must pass without any mutant. Exit code 1 if a mutant survives. What a mutant says, and those that no
+test can find: `mutants.toml`.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+COPIED: Final = ("skipdecode", "actors", "pipeline", "jobs", "tests", "configs", "pyproject.toml")
+FAILED, PASSED = 1, 0
+"""Exit codes of pytest. Any other means that tests did not run, which proves nothing."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    """Text that is in the file once."""
+    new: str
+    tests: tuple[str, ...] = ()
+    """As pytest takes them."""
+    reason: str = ""
+    """Why no test can find it, of an equivalent one."""
+
+    def text(self, root: Path) -> str:
+        """The mutated file. ValueError if the text to replace is not there once."""
+        text = (root / self.file).read_text(encoding="utf-8")
+        if text.count(self.old) != 1 or self.old == self.new:
+            raise ValueError(f"{self.name}: {self.file} has the text {text.count(self.old)} times: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+def read_mutants(kind: str = "mutant") -> list[Mutant]:
+    """`kind`: mutant or equivalent."""
+    found = tomllib.loads((Path(__file__).parent / "mutants.toml").read_text(encoding="utf-8"))
+    return [Mutant(**{**entry, "tests": tuple(entry.get("tests", ()))}) for entry in found[kind]]
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """A copy of the code and its tests."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        for path in COPIED:
+            if (ROOT / path).is_dir():
+                shutil.copytree(ROOT / path, Path(name) / path, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / path, name)
+        yield Path(name)
+
+
+def run_tests(root: Path, tests: Sequence[str], stop_at_first: bool) -> tuple[int, str]:
+    """Exit code and output of pytest in `root`."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout=120", *tests]
+    env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [*command, *(["-x"] if stop_at_first else [])], cwd=root, env=env, text=True, capture_output=True
+    )
+    return done.returncode, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def is_killed(root: Path, mutant: Mutant) -> bool:
+    """Whether a test fails with it; RuntimeError if the tests do not run."""
+    path = root / mutant.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(mutant.text(root), encoding="utf-8")
+    try:
+        code, output = run_tests(root, mutant.tests, stop_at_first=True)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if code not in (FAILED, PASSED):
+        raise RuntimeError(f"{mutant.name}: its tests do not run, exit code {code}:\n{output}")
+    return code == FAILED
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="mutants with this in their name or file")
+    only = parser.parse_args(argv).only
+    mutants = [mutant for mutant in read_mutants() if only in mutant.name or only in mutant.file]
+    if not mutants:
+        parser.error(f"--only {only}: no such mutant")
+    survivors = []
+    with copied_tree() as root:
+        code, output = run_tests(root, sorted({test for mutant in mutants for test in mutant.tests}), False)
+        if code != PASSED:
+            print(output)
+            print("the tests fail without any mutant")
+            return 1
+        for number, mutant in enumerate(mutants, 1):
+            began_s = time.monotonic()
+            killed = is_killed(root, mutant)
+            seconds = time.monotonic() - began_s
+            print(f"{number}/{len(mutants)} {mutant.name}: {'killed' if killed else 'SURVIVES'}, {seconds:.0f} s")
+            if not killed:
+                survivors.append(mutant.name)
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
