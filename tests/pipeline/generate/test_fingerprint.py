@@ -86,6 +86,7 @@ CHANGES = [
     ({"model__quantization": "int8"}, ["model.quantization"]),
     ({"sampling__deterministic": True}, ["actors.batch_size", "actors.length_buckets", "sampling.deterministic"]),
     ({"input__limit": 5}, ["input.limit", "input.files"]),
+    ({"limits__max_line_bytes": 1 << 20}, ["limits.max_line_bytes"]),
     ({"input__format": "jsonl"}, []),
     ({"sampling__n": 2, "sampling__temperature": 0.5}, ["sampling.n", "sampling.temperature"]),
     ({"input__chat": True, "input__system": "S"}, ["input.chat", "input.system"]),
@@ -143,6 +144,17 @@ def test_weights_and_settings_of_the_model(place: Path, state: dict[str, Any], t
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
     refused(place, state, "model.files")
+
+
+def test_weights_are_sampled_all_over_the_file(tmp_path: Path) -> None:
+    """64 parts of 64 KiB of a file above 4 MiB."""
+    path = tmp_path / "model.safetensors"
+    content = bytearray(16 << 20)
+    path.write_bytes(content)
+    before = digest_files(tmp_path)
+    for at in (0, 1 << 20, 8 << 20, 63 * (16 << 20) // 64):
+        path.write_bytes(content[:at] + b"x" + content[at + 1 :])
+        assert digest_files(tmp_path) != before, at
 
 
 def test_tokenizer(place: Path, state: dict[str, Any]) -> None:

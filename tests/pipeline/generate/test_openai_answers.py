@@ -75,6 +75,14 @@ def test_a_line_one_of_whose_ids_belongs_to_another_line_fails() -> None:
     assert [(status, line["error"]["code"]) for status, line in gather(rows, 1 << 20)] == [("failed", "duplicate_id")]
 
 
+def test_a_line_and_its_duplicate_fail_for_their_own_reasons() -> None:
+    rows = [row("x", 0, 2), row("x", 1, 2, "poison_row"), *(row("x", j, 2, "duplicate_id") for j in range(2))]
+    lines = gather(rows, 1 << 20)
+    assert [(status, line["error"]["code"]) for status, line in lines] == [
+        ("failed", "poison_row"), ("failed", "duplicate_id")
+    ]  # fmt: skip
+
+
 def test_lines_of_one_id_and_other_numbers_of_samples_stay_apart() -> None:
     rows = [row("x", 0, 2), row("x", 1, 2), *(row("x", j, 4, "duplicate_id" if j < 2 else "") for j in range(4))]
     assert [status for status, _ in gather(rows, 0)] == ["ok", "failed"] or [s for s, _ in gather(rows, 0)] == [

@@ -1,5 +1,6 @@
 """What a plan knows of all files: duplicate ids, the limit; and a file that changes after its scan."""
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,6 +84,30 @@ def test_a_file_that_changed_since_the_scan_is_refused(tmp_path: Path) -> None:
         list(read_file(plan, 0, config))
     path.unlink()
     with pytest.raises(RuntimeError, match=r"a\.jsonl: changed or removed"):
+        list(read_file(plan, 0, config))
+
+
+def test_a_file_that_was_edited_and_is_as_long_as_before_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    config = make_config(path)
+    plan = make_plan(config)
+    before = path.stat()
+    path.write_text(path.read_text().replace("x", "y"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert path.stat().st_size == before.st_size
+    with pytest.raises(RuntimeError, match=r"a\.jsonl: changed or removed"):
+        list(read_file(plan, 0, config))
+
+
+def test_a_file_with_other_rows_than_were_scanned_is_refused(tmp_path: Path) -> None:
+    """Also one whose size and time say nothing."""
+    path = write(tmp_path / "a.txt", "one\ntwo\n")
+    config = make_config(path)
+    plan = make_plan(config)
+    before = path.stat()
+    path.write_text("one two\n")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(RuntimeError, match=r"\(1, 1\) documents and rows now, \(2, 2\) when it was scanned"):
         list(read_file(plan, 0, config))
 
 

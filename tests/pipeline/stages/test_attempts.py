@@ -183,6 +183,29 @@ def test_a_good_row_under_suspicion_is_not_quarantined_by_broken_processes() -> 
     assert found == 0
 
 
+def test_a_control_whose_worker_dies_is_no_suspect() -> None:
+    """It was decoded fine before; the machine is at fault."""
+    worker = Simulation(AttemptTracker(1, 4, 100.0), {"r3"})
+    attempts = worker.attempts
+    while ("r3",) not in (plan := attempts.plan_window("w", ids(4))).parts:  # type: ignore[union-attr]
+        assert worker.attempt(plan) is None  # type: ignore[arg-type]
+        attempts.worker_starting("w", process(1))
+        attempts.worker_ready("w")
+    assert isinstance(plan, WindowPlan)
+    (control,) = plan.parts[plan.parts.index(("r3",)) - 1]
+    assert control in plan.answers
+    for part in plan.parts[: plan.parts.index(("r3",)) - 1]:
+        attempts.part_started("w", part)
+        attempts.part_decoded("w", {row: answer(row) for row in part})
+    attempts.part_started("w", (control,))
+    attempts.worker_starting("w", process(2))
+    attempts.worker_ready("w")
+    plan = attempts.plan_window("w", ids(4))
+    assert isinstance(plan, WindowPlan)
+    assert control in plan.answers
+    assert plan.quarantined == {}
+
+
 def test_a_worker_that_never_gets_ready_ends_the_run() -> None:
     attempts = AttemptTracker(3, 8, 1.0)
     assert attempts.worker_starting("w", process(0)) is None

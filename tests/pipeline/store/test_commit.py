@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -116,3 +117,15 @@ def test_a_commit_whose_new_files_are_gone_is_taken_back(run: Path, at: int, exp
     os.rename(run / "checkpoint", run / "lost")
     finish_commit(RunFolder.open(str(run)), json.loads((run / "run.json").read_text()), print)
     assert ids_by_status(run) == expected
+
+
+def test_a_commit_is_not_taken_back_once_an_old_file_is_gone(run: Path) -> None:
+    """New files are gone, and an old one too: without the new ones that are there, its rows would be nowhere."""
+    moves = [[f"checkpoint/retry-x/{name}", f"data/{name}"] for name in
+             ("status=ok/new.parquet", "status=failed/new.parquet", "status=failed/rest.parquet")]  # fmt: skip
+    removes = ["data/status=failed/1.parquet", "data/status=failed/2.parquet"]
+    state: Any = {"state": "committing", "commit": {"moves": moves, "removes": removes}}
+    (run / moves[0][0]).unlink()
+    (run / removes[0]).unlink()
+    finish_commit(RunFolder.open(str(run)), state, print)
+    assert ids_by_status(run) == {"ok": ["a", "b"], "failed": list("def")}, "c is made again by --resume"
