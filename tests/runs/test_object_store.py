@@ -140,7 +140,7 @@ def _a_row_changes_sides(folder: RunFolder) -> None:
         sink = RunSink(folder.filesystem, folder.root, "s0", schema, None, stream="x")
         sink.write(pa.table({"id": ["a"], STATUS: ["ok"]}), "0")
         sink.write(pa.table({"id": ["a", "b"], STATUS: ["failed", "ok"]}), "0")
-        paths = [folder.name(path) for path in folder.all_data_files()]
+        paths = [folder.name(path) for path in folder.all_data_files() if "part-s0" in path]
         assert paths == ["data/status=ok/part-s0-x-0-1.parquet", "data/status=ok/part-s0-x-0.parquet"]
         for path in paths:
             folder.remove(path)
