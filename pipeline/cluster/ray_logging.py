@@ -12,7 +12,7 @@ from typing import Any, Final, TextIO
 
 SERVE_END: Final = re.compile(r"Task ServeController\.\w+ failed\. There are infinite retries remaining")
 """Serve ends by killing its controller, and Ray reports the calls that this cuts off."""
-SERVE_NOTES: Final = re.compile("Connecting to existing Serve app|Started <ray.serve._private")
+SERVE_NOTES: Final = re.compile(r"Connecting to existing Serve app|Started <ray\.serve\.")
 """Said by `serve.run` after `serve.start` in the same process, and where a handle is asked for the first time."""
 RESTART: Final = re.compile(rb"core_worker\.cc:\d+: Actor with class name: 'MapWorker\(.* and max_restarts > 0\.")
 """Ray Data passes arguments to its workers by reference, and holds these as long as a worker may restart."""

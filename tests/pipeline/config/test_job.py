@@ -94,7 +94,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     assert config["input"] == {
         "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
         "too_long": "fail_row", "template": None, "templates": None, "messages_column": None, "chat": False,
-        "system": None, "chat_template": "auto",
+        "continue_final_message": False, "system": None, "chat_template": "auto",
     }  # fmt: skip
     assert config["output"] == {"path": "outputs/run", "if_exists": "fail"}
     assert config["actors"]["length_buckets"] == [32, 64, 128, 256, 512, 1024, 2048]

@@ -129,7 +129,7 @@ def test_joint_training_from_a_checkpoint_that_has_been_distilled(pairs: Path, t
         (["model.source=null"], "model.swiftkv: its weights are taken from a trained model's; give model.source"),
         (["train.schedules=[{method: full}]"], "train.schedules[0]: without prefill: swiftkv it runs nothing that"),
         (["train.schedules=[{method: full}]", "train.trainable=all"], "train.schedules: none has prefill: swiftkv"),
-        (["train.schedules=[{prefill: swiftkv}]"], "train.schedules[0].prefill: 'swiftkv' is not one of full, swiftkv"),
+        (["train.schedules=[{prefill: swift}]"], "train.schedules[0].prefill: 'swift' is not one of full, swiftkv"),
         (["model.teacher=/nowhere"], "model.teacher: '/nowhere' is not a folder"),
         (["train.distill=0", "model.teacher={base}"], "model.teacher: is not asked with train.distill and"),
         (["model.teacher={stranger}"], f"has {VOCAB + 8} token ids, the model {VOCAB}"),

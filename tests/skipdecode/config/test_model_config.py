@@ -134,7 +134,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"swiftkv": {"kv_layers": 99}}, r"swiftkv\.kv_layers is 99"),
     ({"hidden_size": 65}, r"hidden_size 65.*num_attention_heads 4"),
     ({"eos_token_id": [2, "3"]}, r"eos_token_id is \[2, '3'\]"),
-    ({"eos_token_id": None}, r"eos_token_id is None"),
     ({"hidden_size": "64"}, r"hidden_size"),
     ({"num_attention_heads": 0}, r"num_attention_heads"),
     ({"num_hidden_layers": 0}, r"num_hidden_layers"),
