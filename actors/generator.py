@@ -26,7 +26,7 @@ from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
-from skipdecode.config.model import Quantization
+from skipdecode.config.model import Quantization, WantedImplementation
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
@@ -65,6 +65,7 @@ class GeneratorConfig:
     tokenizer: str | None = None
     adapter: str | None = None
     """The folder of a LoRA adapter for `source`."""
+    implementation: WantedImplementation = "auto"
     dtype: str = "auto"
     quantization: Quantization | None = None
     device: str = "auto"
@@ -403,9 +404,16 @@ def _load(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.device], tor
     dtype = choose_dtype(config.dtype, device)
     devices = devices_of(device, config.num_devices)
     if devices[0].type == "cuda":
-        shape = read_config(resolve_source(config.source))
+        shape = read_config(resolve_source(config.source), config.implementation)
         check_weights_fit(shape, config.source, devices, dtype.itemsize, config.memory_share)
-    model = load_model(config.source, adapter=config.adapter, device=devices[0], dtype=dtype, devices=devices)
+    model = load_model(
+        config.source,
+        adapter=config.adapter,
+        device=devices[0],
+        dtype=dtype,
+        devices=devices,
+        implementation=config.implementation,
+    )
     packed = model.pack(config.quantization)
     if config.deterministic and config.decode.get("lossless") and not packed.is_batch_invariant:
         raise ValueError(f"decode.lossless: {DRAFTS_NEED_SAME_BITS}; here products of this model are torch's")

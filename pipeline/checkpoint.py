@@ -16,8 +16,8 @@ from skipdecode.checkpoint.lora_adapter import resolve_adapter
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import adapted, check_folder
-from skipdecode.config.model import DecoderConfig, Quantization
-from skipdecode.schedules.from_config import complete_ffn_skip, make_schedule
+from skipdecode.config.model import DecoderConfig, Quantization, WantedImplementation
+from skipdecode.schedules.from_config import check_whole_layers, complete_ffn_skip, make_schedule
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import Lossless, stored_drafts
 from skipdecode.schedules.schedule import Schedule
@@ -40,13 +40,16 @@ class ResolvedModel:
 def check_model(config: JobConfig, log: Log) -> ResolvedModel:
     """Finds the checkpoint, checks its files and the keys that depend on it, and resolves the schedule."""
     try:
-        folder, model_config, adapter = find_model(config.model.source, config.model.adapter, log)
+        asked = config.model
+        folder, model_config, adapter = find_model(asked.source, asked.adapter, log, asked.implementation)
         tokenizer = config.model.tokenizer
         Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, model_config)
         decode = resolve_decode(config, model_config, log)
         new = config.sampling.max_new_tokens
         schedule = make_schedule(decode, num_layers=model_config.num_hidden_layers, max_new_tokens=new)
         check_lossless(decode, config.prefill.method)
+        if model_config.implementation == "transformers":
+            check_wrapped(config, decode)
         if config.actors.num_devices > 1:
             check_placement(config, schedule)
         if config.prefill.method == "swiftkv" and model_config.swiftkv is None:
@@ -109,15 +112,17 @@ def full_by_default(model: ResolvedModel, config: JobConfig) -> str | None:
     )
 
 
-def find_model(source: str, adapter: str | None, log: Log) -> tuple[Path, DecoderConfig, Path | None]:
+def find_model(
+    source: str, adapter: str | None, log: Log, implementation: WantedImplementation = "auto"
+) -> tuple[Path, DecoderConfig, Path | None]:
     """The folders of a model and its adapter and the configuration of both; ValueError where they do not fit.
 
     Says what of the model's files has no effect (`check_folder`).
     """
     folder = resolve_source(source)
-    model_config = read_config(folder)
     adapter_folder = None if adapter is None else resolve_adapter(adapter)
-    for remark in check_folder(folder, adapter_folder):
+    model_config = read_config(folder, implementation)
+    for remark in check_folder(folder, adapter_folder, model_config):
         log(f"model.source: {remark}")
     return folder, model_config if adapter_folder is None else adapted(model_config, adapter_folder), adapter_folder
 
@@ -130,6 +135,7 @@ def resolve_decode(config: JobConfig, model_config: DecoderConfig, log: Log) -> 
     job, on top of whichever schedule holds. `prefix` is not part of the mapping.
     """
     given = config.decode.model_dump(exclude_none=True, exclude={"prefix"})
+    check_whole_layers(model_config, given)
     skip, lossless = given.pop("ffn_skip", None), {key: given.pop(key) for key in LOSSLESS_KEYS}
     drafts = stored_drafts(model_config) if lossless["lossless"] else None
     if drafts is not None:  # workers read them too, whatever the job names
@@ -165,6 +171,29 @@ def check_lossless(decode: dict[str, Json], prefill: str) -> None:
     if decode.get("lossless") and prefill == "swiftkv":
         raise ConfigError(
             "decode.lossless", "full depth has no SwiftKV prompt; use prefill.method=full, or decode.lossless=false"
+        )
+
+
+def check_wrapped(config: JobConfig, decode: dict[str, Json]) -> None:
+    """ConfigError for what layers of transformers cannot do yet. `decode.ffn_skip` is refused with the schedule."""
+    asked = {
+        "model.quantization": (config.model.quantization is not None, "null keeps the weights as they are"),
+        "decode.lossless": (bool(decode.get("lossless")), "use decode.lossless=false"),
+        "actors.num_gpus": (config.actors.num_devices > 1, "use actors.num_gpus=1"),
+        "sampling.deterministic": (config.sampling.deterministic, "use sampling.deterministic=false"),
+    }
+    for key, (is_asked, remedy) in asked.items():
+        if is_asked:
+            raise ConfigError(
+                key, f"is not supported for models that run by way of transformers (model.implementation); {remedy}"
+            )
+
+
+def refuse_wrapped(model_config: DecoderConfig, key: str, what: str) -> None:
+    """ConfigError blaming `key` if layers of transformers, which cannot do `what`, run the model."""
+    if model_config.implementation == "transformers":
+        raise ConfigError(
+            key, f"{what} needs a model of a family of ours (docs/models.md), and transformers would run this one"
         )
 
 

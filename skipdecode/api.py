@@ -13,9 +13,10 @@ from typing import Any, get_args
 
 from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import check_folder, load_model
-from skipdecode.config.model import Quantization
+from skipdecode.config.model import Quantization, WantedImplementation
 from skipdecode.config.sampling import Sampling, is_unicode
 from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import Request, refuse_too_long
@@ -73,6 +74,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     quantization: Quantization | None = None,
+    implementation: WantedImplementation = "auto",
 ) -> TextModel:
     """Loads the model of a folder, a hub id or a `.gguf` file. ValueError names an argument that does not fit, and a
     warning what of the files has no effect.
@@ -80,17 +82,23 @@ def load(
     `adapter`: the folder of a LoRA adapter, merged into the weights. `tokenizer`: a folder or hub id with the
     tokenizer's files, where they are not beside the model. `dtype`: auto, float32, bfloat16 or float16; auto takes
     bfloat16 where the device multiplies it. `device`: auto, cpu, cuda or cuda:N; auto takes the GPU if there is one.
-    `quantization`: `int8` weights.
+    `quantization`: `int8` weights. `implementation`: `own`, a family with kernels of ours, or `transformers`, any
+    decoder-only model; auto takes the former where there is one.
     """
+    if implementation not in (known := get_args(WantedImplementation)):
+        raise ValueError(f"implementation: must be {', '.join(known)}, got {implementation!r}")
     if quantization not in (None, *get_args(Quantization)):
         raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
     target = available_device(device)
     torch_dtype = choose_dtype(dtype, target)
     folder = resolve_source(str(source))
     files = folder if tokenizer is None else resolve_source(str(tokenizer), "tokenizer")
-    for remark in check_folder(folder, adapter):
+    config = read_config(folder, implementation)
+    for remark in check_folder(folder, adapter, config):
         warnings.warn(remark, stacklevel=2)
-    model = load_model(folder, adapter=adapter, device=target, dtype=torch_dtype).pack(quantization)
+    model = load_model(
+        folder, adapter=adapter, device=target, dtype=torch_dtype, implementation=config.implementation
+    ).pack(quantization)
     return TextModel(model, Tokenizer(files, model.config))
 
 

@@ -26,6 +26,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "sacrebleu": {"pipeline"},
     "rouge_score": {"pipeline"},
     "tokenizers": {"skipdecode"},
+    "transformers": {"skipdecode"},
     "safetensors": {"skipdecode"},
     "gguf": {"skipdecode"},
     "huggingface_hub": {"skipdecode"},
@@ -163,6 +164,12 @@ def test_imports_follow_the_arrows(package: str) -> None:
     assert {name(path): wrong for path in paths if (wrong := set(map(top, imports(path))) & forbidden)} == {}
 
 
+def test_transformers_is_imported_for_its_models_alone() -> None:
+    """An import of it takes seconds, and light tasks would pay them each time."""
+    users = {path.parent for path in MODULES if "transformers" in set(map(top, imports(path)))}
+    assert users == {ROOT / "skipdecode" / "model" / "wrapped"}
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = {module_of(path): {module for module in imports(path) if module in KNOWN} for path in MODULES}
     try:
@@ -230,11 +237,12 @@ def test_schedules_and_configuration_need_no_torch() -> None:
         "skipdecode.schedules.from_config",
         "skipdecode.schedules.ffn_skip",
         "skipdecode.config.model",
+        "skipdecode.config.wrapped",
         "skipdecode.families",
         "skipdecode.cost.roofline",
     )
     assert "skipdecode" in loaded
-    assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy"}
+    assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy", "transformers"}
 
 
 @pytest.mark.process
@@ -248,7 +256,7 @@ def test_light_tasks_need_no_torch() -> None:
         "pipeline.processor.dataset_rows",
     )
     assert {"ray", "tokenizers"} <= loaded
-    assert "torch" not in loaded
+    assert not loaded & {"torch", "transformers"}
 
 
 @pytest.mark.process
@@ -267,7 +275,7 @@ def test_the_worker_needs_no_ray() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parts[-2] == "jobs"], ids=name)
 def test_help_needs_neither_torch_nor_ray(path: Path) -> None:
-    assert not modules_after(f"jobs.{path.stem}") & {"torch", "ray", "pydantic"}
+    assert not modules_after(f"jobs.{path.stem}") & {"torch", "ray", "pydantic", "transformers"}
 
 
 def tracked_files() -> list[Path]:

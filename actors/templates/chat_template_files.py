@@ -13,7 +13,7 @@ from skipdecode.checkpoint.gguf_header import read_header
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer_files import LLAMA_TOKENS, NAMED_TOKENS, content_of
 from skipdecode.config.json_files import read_mapping
-from skipdecode.families import FAMILIES
+from skipdecode.config.model import TokenizerRules
 
 TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 DEFAULT = "default"  # the name of the one to use if there are several
@@ -28,7 +28,9 @@ CLASS_TOKENS: dict[str, Mapping[str, str]] = {
 """The special tokens of a tokenizer's class in transformers, if the files do not name them."""
 
 
-def load_chat_template(source: str | Path, model_type: str, file: str | Path | None = None) -> ChatTemplate | None:
+def load_chat_template(
+    source: str | Path, rules: TokenizerRules, file: str | Path | None = None
+) -> ChatTemplate | None:
     """The template of a checkpoint, or of `file` with the checkpoint's special tokens; None if there is none.
 
     `source` is the folder, hub id or GGUF file of the tokenizer. ValueError names the file and what is wrong with it.
@@ -50,7 +52,7 @@ def load_chat_template(source: str | Path, model_type: str, file: str | Path | N
         raise ValueError(f"{where} cannot be used: {error}") from error
     if "messages" not in template.names:
         raise ValueError(f"{where} cannot be used: it does not read `messages`")
-    tokens = _special_tokens(folder, model_type) if metadata is None else _gguf_tokens(metadata)
+    tokens = _special_tokens(folder, rules) if metadata is None else _gguf_tokens(metadata)
     return ChatTemplate(template, tokens).with_parts_detected()
 
 
@@ -88,11 +90,10 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
-def _special_tokens(folder: Path, model_type: str) -> dict[str, str]:
+def _special_tokens(folder: Path, rules: TokenizerRules) -> dict[str, str]:
     """The `special_tokens_map` of the tokenizer that transformers would build from the folder."""
     settings = read_mapping(folder / "tokenizer_config.json")
     kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class")
-    rules = FAMILIES[model_type].tokenizer
     name = rules.class_name if rules.is_class_fixed else str(kind or rules.class_name).removesuffix("Fast")
     if rules.is_file_alone or (name == "LlamaTokenizer" and _is_byte_level(folder)):
         name = ""

@@ -135,6 +135,8 @@ def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> 
         if config.swiftkv is not None:
             model_config = replace(model_config, swiftkv=config.swiftkv.shape(model_config))
         model = random_model(model_config, device=str(device), dtype=dtype)
+    if config.work == "train" and model.config.implementation == "transformers":
+        raise ValueError("source: work=train needs a model of a family of ours (docs/models.md)")
     for decode in config.schedules:
         listed_schedule(model.config, decode, config.new_tokens)
     return model.pack(config.quantization) if config.work == "decode" else model

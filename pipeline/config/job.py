@@ -13,7 +13,13 @@ from pydantic import Field, ValidationInfo, field_validator
 from pipeline.config.input import InputConfig
 from pipeline.config.tree import ConfigError, Section, build_config, read_tree, set_key
 from skipdecode.checkpoint.hub import DEMO
-from skipdecode.config.model import MAX_LOGPROBS, DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.config.model import (
+    MAX_LOGPROBS,
+    DecoderConfig,
+    Quantization,
+    SwiftKVConfig,
+    WantedImplementation,
+)
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.schedules.from_config import METHODS
 from skipdecode.schedules.lossless import MOST_DRAFTS
@@ -60,6 +66,9 @@ class ModelConfig(Section):
     """A folder, hub id or .gguf file with another tokenizer; null: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type that the decoder computes in; auto: bfloat16 where the device multiplies it natively, else float32."""
+    implementation: WantedImplementation = "auto"
+    """Whose layers run: own (the families with kernels), or transformers (any decoder-only model with attention). auto:
+    own where a family takes the model, else transformers."""
     quantization: Quantization | None = None
     """int8: 8-bit weights, which halves the bytes read per step and changes some tokens. For bfloat16 on CPUs with AMX,
     or with AVX-512 that has BF16 and VNNI. null: the weights as they are."""

@@ -66,6 +66,8 @@ class Choice:
 
     model: str
     layers: int
+    implementation: str
+    """Whose layers run: `own` or `transformers`."""
     decode: Mapping[str, Json]
     device: str
     dtype: str
@@ -212,6 +214,7 @@ def choice(
     found = Choice(
         model=model.source,
         layers=layers,
+        implementation=model.config.implementation,
         decode=model.decode,
         device=str(device),
         dtype=dtype,

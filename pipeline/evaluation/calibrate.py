@@ -16,7 +16,7 @@ from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig, RowFailure
 from actors.measuring.calibrate import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
-from pipeline.checkpoint import ResolvedModel, check_model
+from pipeline.checkpoint import ResolvedModel, check_model, refuse_wrapped
 from pipeline.cluster.machine import device_facts, device_to_measure, version_of
 from pipeline.config.job import (
     ConfigError,
@@ -98,6 +98,7 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
         )
     except ConfigError as error:  # which names the key of a job
         raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error
+    refuse_wrapped(model.config, "model.source", "calibration")
     if config.target == "drafts":
         check_carried(model)
     prompts = read_prompts(config.input, config.num_prompts)
@@ -192,6 +193,7 @@ def write_texts(
             adapter=None if model.adapter is None else str(model.adapter),
             decode=model.decode,
             prefill=config.prefill.method,
+            implementation=model.config.implementation,
             dtype=config.model.dtype,
             device=config.device,
             num_threads=config.threads or num_cores(),

@@ -18,9 +18,11 @@ from pipeline.store.digest import describe_difference, digest_adapter, digest_fi
 from pipeline.store.run_state import FileEntry, Fingerprint, RunState
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.lora_adapter import resolve_adapter
+from skipdecode.config.model import Implementation
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
+IMPLEMENTATION = "model.implementation"
 NUM_SHOWN = 3  # input files that an error names
 
 
@@ -31,10 +33,12 @@ def fingerprint(
     dtype: str,
     plan: InputPlan,
     chat: ChatTemplate | None = None,
+    *,
+    implementation: Implementation,
 ) -> Fingerprint:
-    """`decode`, `dtype`: as resolved, never "auto"; `chat`: None where no prompt goes through it. A resumed run
-    must agree in every entry."""
-    entries: Fingerprint = {"code_version": CODE_VERSION, "model.dtype": dtype}
+    """`decode`, `dtype`, `implementation`: as resolved, never "auto"; `chat`: None where no prompt goes through it. A
+    resumed run must agree in every entry."""
+    entries: Fingerprint = {"code_version": CODE_VERSION, "model.dtype": dtype, IMPLEMENTATION: implementation}
     entries |= _settings(config, decode)
     if config.sampling.deterministic:
         entries["actors.batch_size"] = config.actors.batch_size
@@ -70,7 +74,7 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
 def defaults() -> Fingerprint:
     """What an entry means in the fingerprint of an older version (1.0 or newer) that did not have it yet: the default
     of its configuration key. An entry that no configuration key decides belongs here, too, when it is added."""
-    return _settings(JobConfig(), DecodeConfig().model_dump(mode="json"))
+    return {IMPLEMENTATION: "own"} | _settings(JobConfig(), DecodeConfig().model_dump(mode="json"))
 
 
 def list_files(plan: InputPlan) -> list[FileEntry]:

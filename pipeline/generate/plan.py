@@ -105,7 +105,9 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     chat = used_chat_template(chat, config, listing.format, scans, log)
     if earlier is None and chat is not None and (remark := remark_on_last_messages(plan, config.input)):
         log(remark)
-    run_fingerprint = fingerprint(config, model.decode, model.folder, dtype, plan, chat)
+    run_fingerprint = fingerprint(
+        config, model.decode, model.folder, dtype, plan, chat, implementation=model.config.implementation
+    )
     began = started_at(earlier)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC), columns=columns)
     return PlannedRun(
@@ -172,7 +174,7 @@ def find_chat_template(config: JobConfig, model: ResolvedModel) -> ChatTemplate 
     given, own = config.input.chat_template, config.model.tokenizer
     try:
         source = resolve_source(own, "model.tokenizer") if own else model.folder
-        found = load_chat_template(source, model.config.model_type, None if given == "auto" else given)
+        found = load_chat_template(source, model.config.tokenizer_rules, None if given == "auto" else given)
     except ValueError as error:
         if given == "auto" and not config.input.is_chat:
             return None

@@ -41,6 +41,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, earlier_session
             "source": planned.model.source,
             "adapter": planned.config.model.adapter,
             "layers": planned.model.config.num_hidden_layers,
+            "implementation": planned.model.config.implementation,
             "quantization": planned.config.model.quantization,
         },
         "decode": planned.model.decode,

@@ -69,6 +69,7 @@ def make_generator_config(
         adapter=paths.adapter,
         decode=model.decode,
         prefill=config.prefill.method,
+        implementation=model.config.implementation,
         dtype=dtype,
         quantization=config.model.quantization,
         device="cuda" if pool.num_gpus else "cpu",

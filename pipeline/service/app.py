@@ -15,7 +15,14 @@ from ray import serve
 
 from actors.generator import GeneratorConfig
 from actors.memory import freeze_gc
-from pipeline.checkpoint import adapter_path, check_exact_drafts, check_model, check_quantization, worker_path
+from pipeline.checkpoint import (
+    adapter_path,
+    check_exact_drafts,
+    check_model,
+    check_quantization,
+    refuse_wrapped,
+    worker_path,
+)
 from pipeline.cluster.node_backends import look, reason_for_torch
 from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.formatting import Json
@@ -103,7 +110,10 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
             "decode.lossless with sampling.deterministic: replicas decode on CPUs; GPUs that they reserve stay idle"
         )
         check_exact_drafts(model.decode, True, model.config, device, why_other_bits(dtype))
+    if config.sampling.deterministic:
+        refuse_wrapped(model.config, "sampling.deterministic", "a fixed shape of batches")
     if config.engine.scheduler == "continuous":
+        refuse_wrapped(model.config, "engine.scheduler", "'continuous'")
         if config.sampling.deterministic:
             raise ConfigError(
                 "sampling.deterministic",
@@ -121,6 +131,7 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
         adapter=adapter_path(config.model.adapter, model),
         decode=model.decode,
         prefill=config.prefill.method,
+        implementation=model.config.implementation,
         dtype=dtype,
         device=device,
         quantization=config.model.quantization,

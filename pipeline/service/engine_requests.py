@@ -32,7 +32,7 @@ class Prompts:
         self._has_remarked = False
         source = generator.config.tokenizer or generator.config.source
         try:
-            self.chat_template = load_chat_template(source, generator.model.config.model_type)
+            self.chat_template = load_chat_template(source, generator.model.config.tokenizer_rules)
         except ValueError as error:  # completions still work
             self._no_template = f" that could be used: {error}"
 

@@ -51,6 +51,8 @@ class ModelState(TypedDict):
     source: str
     adapter: str | None
     layers: int
+    implementation: NotRequired[str]
+    """Whose layers run: `own` or `transformers`. Older runs, which have no such entry, are of the former."""
     quantization: str | None
 
 

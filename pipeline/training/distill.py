@@ -11,7 +11,7 @@ import torch
 
 from actors.training.trainer import fit_swiftkv
 from actors.training.workers import Pair
-from pipeline.checkpoint import find_model
+from pipeline.checkpoint import find_model, refuse_wrapped
 from pipeline.cluster.progress import LiveLine
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json, Log
@@ -90,6 +90,7 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
         folder, model_config, adapter = find_model(config.model.source, config.model.adapter, log)
     except ValueError as error:
         raise ConfigError.parse(error) from error
+    refuse_wrapped(model_config, "model.source", "SwiftKV")
     try:
         shape = config.model.swiftkv.shape(model_config)
     except ValueError as error:

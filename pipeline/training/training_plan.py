@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.training.recipe import TrainConfig, num_steps
-from pipeline.checkpoint import find_model
+from pipeline.checkpoint import find_model, refuse_wrapped
 from pipeline.config.job import ConfigError
 from pipeline.demo.restaurant_prompts import vary_names
 from pipeline.formatting import Log
@@ -168,7 +168,9 @@ def _check_model(model: FinetuneModel, log: Log) -> tuple[Path | None, DecoderCo
         with blame("model.shape: "):
             return None, OPTConfig(**model.shape.model_dump()), None
     with blame(""):
-        return find_model(model.source, model.adapter, log)
+        found = find_model(model.source, model.adapter, log)
+    refuse_wrapped(found[1], "model.source", "training")
+    return found
 
 
 def _check_swiftkv(config: FinetuneConfig, model_config: DecoderConfig) -> SwiftKVConfig | None:

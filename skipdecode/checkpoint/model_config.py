@@ -1,10 +1,11 @@
-"""The configuration of a model from its files: a Hugging Face folder or a GGUF file. No torch."""
+"""The configuration of a model from its files: a Hugging Face folder or a GGUF file. No torch, but for a model that no
+family of ours takes."""
 
 from pathlib import Path
 from typing import Any
 
 from skipdecode.config.json_files import read_json, read_mapping
-from skipdecode.config.model import DecoderConfig
+from skipdecode.config.model import DecoderConfig, TokenizerRules, WantedImplementation
 from skipdecode.families import FAMILIES, config_of
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -35,12 +36,15 @@ GREEDY_KEYS: dict[str, Any] = {
 effect besides null (transformers 5.24, `generation/utils.py`)."""
 
 
-def read_config(folder: str | Path) -> DecoderConfig:
+def read_config(folder: str | Path, implementation: WantedImplementation = "auto") -> DecoderConfig:
     """Reads the config.json of a Hugging Face folder (and EOS of its generation_config.json), or a GGUF file.
 
-    Raises ValueError if config.json is missing or asks for something unsupported.
+    Raises ValueError if config.json is missing or asks for something unsupported. What no family of ours takes, and
+    what `implementation` says, is left to transformers, which is only imported then.
     """
     if Path(folder).is_file():
+        if implementation == "transformers":
+            raise ValueError("model.implementation: 'transformers' reads folders, and this is a GGUF file; use own")
         from skipdecode.checkpoint import gguf_file  # imports numpy, which a head node need not have
 
         return gguf_file.checked(folder, config_of)
@@ -48,9 +52,29 @@ def read_config(folder: str | Path) -> DecoderConfig:
     raw = _read_raw(path)
     eos = read_mapping(path.with_name(GENERATION_FILE)).get(EOS)
     try:
-        return config_of(raw if eos is None else raw | {EOS: eos})
+        return _config_by(implementation, Path(folder), raw if eos is None else raw | {EOS: eos})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _config_by(implementation: WantedImplementation, folder: Path, raw: dict[str, Any]) -> DecoderConfig:
+    refused: ValueError | None = None
+    if implementation != "transformers":
+        try:
+            return config_of(raw)
+        except ValueError as error:
+            if implementation == "own" or not raw.get("model_type"):
+                raise
+            refused = error
+    from skipdecode.model.wrapped.examine import read_wrapped  # loads torch and transformers
+
+    family = FAMILIES.get(raw.get("model_type", ""))
+    try:
+        return read_wrapped(folder, raw, TokenizerRules() if family is None else family.tokenizer)
+    except ValueError as error:
+        if refused is None:
+            raise
+        raise ValueError(f"{refused}; nor by way of transformers: {error}") from error
 
 
 def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
@@ -81,7 +105,7 @@ def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
     if raw.get("auto_map"):
         remarks.append(
             f"{folder / CONFIG_FILE}: auto_map names code of its own, which is not run: the model is decoded as "
-            f"{FAMILIES[config.model_type].architecture}"
+            f"{config.architecture}"
         )
     return remarks
 

@@ -21,7 +21,6 @@ from skipdecode.checkpoint.detokenizer import TextDecoder
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.tokenizer_files import eos_token, load_folder, load_opt_folder
 from skipdecode.config.model import DecoderConfig
-from skipdecode.families import FAMILIES
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # ids 0 to 3 in every OPT vocabulary
 MAX_GROWTH = 1000
@@ -33,7 +32,7 @@ class Tokenizer:
 
     def __init__(self, source: str | Path, config: DecoderConfig) -> None:
         folder = resolve_source(str(source))
-        self._rules = FAMILIES[config.model_type].tokenizer
+        self._rules = config.tokenizer_rules
         try:
             self._tokenizer = self._load(folder, config)
             self._refuse_growth(folder)

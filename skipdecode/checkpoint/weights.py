@@ -20,7 +20,8 @@ from skipdecode.checkpoint.lora_adapter import KEY as ADAPTER_KEY
 from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter
 from skipdecode.checkpoint.model_config import config_remarks, read_config
 from skipdecode.checkpoint.weight_files import StoredTensor, WeightFile, open_weights
-from skipdecode.config.model import DecoderConfig
+from skipdecode.config.model import DecoderConfig, WantedImplementation
+from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import dtype_name
 from skipdecode.model.pipeline_parallel import deal
@@ -66,14 +67,24 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (),
+    implementation: WantedImplementation = "auto",
 ) -> Decoder:
     """Loads the model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit.
 
     `adapter`: the folder of a LoRA adapter, which is merged in float32 before the weights become `dtype`. `devices`:
     two or more that the layers are spread over (`skipdecode.model.pipeline_parallel`), instead of `device`.
+    `implementation`: as in `read_config`.
     """
     folder = resolve_source(str(source))
-    config = read_config(folder) if adapter is None else adapted(read_config(folder), Path(adapter).expanduser())
+    config = read_config(folder, implementation)
+    if isinstance(config, WrappedConfig):
+        from skipdecode.model.wrapped.load import load_wrapped  # loads transformers
+
+        refuse_adapter(config, adapter)
+        assert len(devices) < 2, "layers of transformers on several devices"
+        return load_wrapped(folder, config, device=device, dtype=dtype)
+    if adapter is not None:
+        config = adapted(config, Path(adapter).expanduser())
     match = match_files(folder, config)
     model = match.model
     lora = None if adapter is None else adapter_of(adapter, model)
@@ -295,14 +306,30 @@ def _explained(name: str) -> str:
     return "config.json and weights are of different models"
 
 
-def check_folder(folder: str | Path, adapter: str | Path | None = None) -> list[str]:
+def refuse_adapter(config: WrappedConfig, adapter: str | Path | None) -> None:
+    if adapter is not None:
+        raise ValueError(
+            f"model.adapter: is merged into families of ours alone, and model_type {config.type_name!r} runs by way of "
+            "transformers; merge it with PEFT (merge_and_unload) and name the result in model.source"
+        )
+
+
+def check_folder(
+    folder: str | Path, adapter: str | Path | None = None, config: DecoderConfig | None = None
+) -> list[str]:
     """Checks the names and shapes in the weight files, and in an adapter, against config.json; raises ValueError.
 
     Reads headers alone, and of a tied head that is stored the values. Returns what is not used of the folder, one line
-    each.
+    each. `config`: that of the folder, if it has been read. Of a model that transformers runs, the headers are only
+    read: it renames and joins tensors as it loads them.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    config = config or read_config(folder)
+    if isinstance(config, WrappedConfig):
+        refuse_adapter(config, adapter)
+        for file in open_weights(folder):
+            _ = file.stored  # reads the header
+        return config_remarks(folder, config)
     match = match_files(folder, config)
     if adapter is not None:
         adapter_of(adapter, match.model)

@@ -20,6 +20,11 @@ WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
 KV_ALIGNMENT = 16
 """Elements that every address and stride of a KV cache is a multiple of, so that kernels load 16 bytes at a time."""
 
+Implementation = Literal["own", "transformers"]
+"""Whose code runs a model's layers: a family of ours, or transformers (`skipdecode.model.wrapped`)."""
+WantedImplementation = Literal["auto", "own", "transformers"]
+"""`auto`: a family of ours where one takes the model, else transformers."""
+
 Trainable = Literal["all", "swiftkv"]
 """What training changes: all weights, or only those that were added to the model for SwiftKV."""
 
@@ -152,6 +157,10 @@ class DecoderConfig:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
+    def kv_shape(self, layer: int) -> tuple[int, int, int]:
+        """Heads of keys and values of a layer, and the widths of a head's keys and of its values."""
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
     @property
     def ffn_dim(self) -> int:
         """Inner width of a feed-forward block."""
@@ -205,6 +214,11 @@ class DecoderConfig:
         """Rotary positions; None: learned ones, which are added to the embedding."""
         return None
 
+    @property
+    def has_learned_positions(self) -> bool:
+        """Positions have embeddings, whose weights count."""
+        return self.rope is None
+
     # --- embedding and head
 
     @property
@@ -216,6 +230,17 @@ class DecoderConfig:
     def has_tied_head(self) -> bool:
         """The head is the embedding."""
         return True
+
+    # --- what stands around the layers
+
+    @property
+    def implementation(self) -> Implementation:
+        """Whose layers run it."""
+        return "own"
+
+    @property
+    def tokenizer_rules(self) -> TokenizerRules:
+        return self.tokenizer
 
     # --- derived
 

@@ -62,7 +62,7 @@ def num_weights(config: DecoderConfig) -> int:
     """Weights of embedding, layers and head, without norms and biases."""
     mlp = (3 if config.mlp == "swiglu" else 2) * config.hidden_size * config.ffn_dim
     attention = config.hidden_size * 2 * (config.q_dim + config.kv_dim)
-    positions = 0 if config.rope is not None else config.max_position_embeddings * config.hidden_size
+    positions = config.max_position_embeddings * config.hidden_size if config.has_learned_positions else 0
     head = config.vocab_size * config.embed_dim
     return config.num_hidden_layers * (attention + mlp) + head * (1 if config.has_tied_head else 2) + positions
 

@@ -21,7 +21,7 @@ from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import Rotation, rotation_at
 from skipdecode.config.model import DecoderConfig
-from skipdecode.kv.view import StepView, attention, causal_mask, diagonal
+from skipdecode.kv.view import AttentionVariant, MaskRule, StepView, allowed_by, attention, causal_mask, diagonal
 
 
 class SharedPrefixKV:
@@ -66,6 +66,8 @@ class SharedPrefixKV:
 
 class KVCache:
     """k[l], v[l]: [B, G, capacity of layer l, K]; `length` columns are filled in every layer that still runs.
+
+    G and K may differ from layer to layer, and K from keys to values.
 
     `kv_owner` [L]: the layer whose memory holds each layer's K/V, which is its own unless neighbours share theirs
     (AcrossKV). `shared`: the prefixes of prompts that several rows read; the columns here are those after them.
@@ -121,10 +123,11 @@ class KVCache:
             len(capacities),
             config.num_hidden_layers,
         )
-        rows, heads, dim = len(num_pad), config.num_kv_heads, config.head_dim
-
         where = [num_pad.device] * len(capacities) if devices is None else devices
-        shapes = {owner: (rows, heads, capacities[owner], dim) for owner in sorted(set(kv_owner))}
+        shapes: KVShapes = {}
+        for owner in sorted(set(kv_owner)):
+            heads, *dims = config.kv_shape(owner)
+            shapes[owner] = [(len(num_pad), heads, capacities[owner], dim) for dim in dims]
         own = _memory(shapes, dtype, where)
         k, v = [own[owner][0] for owner in kv_owner], [own[owner][1] for owner in kv_owner]
         return cls(k, v, num_pad, kv_owner, force_mask=force_mask, num_pad_host=num_pad_host)
@@ -202,6 +205,12 @@ class KVCache:
             return valid
         return valid & causal_mask(num_new, total, self.num_pad.device) | diagonal(num_new, total, self.num_pad.device)
 
+    def mask_by(self, rule: MaskRule, num_new: int) -> Tensor:
+        """[B, 1, T, S] bool: `mask`, and what `rule` allows."""
+        columns = torch.arange(self.length + num_new, device=self.num_pad.device)
+        allowed, mask = allowed_by(rule, columns - self.num_pad[:, None], num_new), self.mask(num_new)
+        return allowed if mask is None else allowed & mask
+
     def slice_rows(self, start: int, end: int) -> Self:
         """A cache of rows start..end-1 in the same memory, with a `length` of its own."""
         rows = slice(start, end)
@@ -257,10 +266,10 @@ class KVCache:
 
         `runs` [L]: whether a later step runs each layer's attention; the K/V of other layers are dropped.
         """
-        left, shapes = self.storing_layers(runs), {}
+        left, shapes = self.storing_layers(runs), KVShapes()
         for owner in sorted(set(self.kv_owner)):
-            _, heads, columns, dim = self.k[owner].shape
-            shapes[owner] = (len(rows), heads, columns if owner in left else 0, dim)
+            kv = [memory[owner].shape for memory in (self.k, self.v)]
+            shapes[owner] = [(len(rows), heads, columns if owner in left else 0, dim) for _, heads, columns, dim in kv]
         own = _memory(shapes, self.k[0].dtype, [t.device for t in self.k])
         rows_on = {t.device: to_device(rows, t.device) for t in self.k}
         for owner in left:
@@ -286,16 +295,17 @@ class KVCache:
         return cache
 
 
-def _memory(
-    shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype, devices: Sequence[torch.device]
-) -> dict[int, tuple[Tensor, Tensor]]:
+KVShapes = dict[int, list[tuple[int, ...]]]
+"""Layer -> the shapes of its K and V."""
+
+
+def _memory(shapes: KVShapes, dtype: torch.dtype, devices: Sequence[torch.device]) -> dict[int, tuple[Tensor, Tensor]]:
     """Uninitialised memory for K and V, by the layer that stores them; `devices` [L]."""
     own: dict[int, tuple[Tensor, Tensor]] = {}
     for device in dict.fromkeys(devices):
         owners = [owner for owner in shapes if devices[owner] == device]
-        memory = iter(
-            backend_on(device).allocate_buffers([shapes[owner] for owner in owners for _ in ("k", "v")], dtype, device)
-        )
+        wanted = [shape for owner in owners for shape in shapes[owner]]
+        memory = iter(backend_on(device).allocate_buffers(wanted, dtype, device))
         own |= {owner: (next(memory), next(memory)) for owner in owners}
     return own
 
@@ -308,15 +318,16 @@ class PaddedView(StepView):
     ) -> None:
         """`positions` [B, T] int64, -1 for padding. `table`: the table of `rope.rotary_table`. `original`: the cache on
         the first device, if `cache` is its copy for another one (`KVCache.on`)."""
-        self._cache, self._positions, self._table = cache, positions, table
+        self._cache, self.positions, self._table = cache, positions, table
         self._original = original or cache
+        self._masks: dict[MaskRule, Tensor] = {}
         self._num_new = positions.shape[1]
         self._decode_attention = cache.decode_attention if self._num_new == 1 else None
         self.has_kernels = self._decode_attention is not None
 
     @cached_property
     def rotation(self) -> Rotation | None:
-        return rotation_at(self._table, self._positions)
+        return rotation_at(self._table, self.positions)
 
     def columns(self, layer: int) -> KVRange:
         return self._cache.columns(layer)
@@ -330,12 +341,21 @@ class PaddedView(StepView):
     def _mask(self) -> Tensor | None:
         return self._cache.mask(self._num_new)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        if self._decode_attention is not None:
+    def _mask_of(self, variant: AttentionVariant | None) -> Tensor | None:
+        if variant is None or variant.rule is None:
+            return self._mask
+        if variant.rule not in self._masks:  # layers of one kind have the same rule
+            self._masks[variant.rule] = self._cache.mask_by(variant.rule, self._num_new)
+        return self._masks[variant.rule]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        if self._decode_attention is not None and variant is None:
             return self._decode_attention(q, k, v, self.columns(layer))
         if k is not None and v is not None:
             self.store(layer, k, v)
-        return attention(q, *self._cache.read(layer, self._num_new), self._mask)
+        return attention(q, *self._cache.read(layer, self._num_new), self._mask_of(variant), variant)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._cache.append(layer, k, v)
@@ -345,12 +365,12 @@ class PaddedView(StepView):
         return self
 
     def on(self, device: torch.device, table: Tensor | None) -> "PaddedView":
-        positions = self._positions.to(device, non_blocking=True)
+        positions = self.positions.to(device, non_blocking=True)
         return PaddedView(self._original.on(device), positions, table, original=self._original)
 
     def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
         cache = self._cache.with_length(self._cache.length + self._num_new - 1)
-        return h[:, -1:].contiguous(), PaddedView(cache, self._positions[:, -1:], self._table)
+        return h[:, -1:].contiguous(), PaddedView(cache, self.positions[:, -1:], self._table)
 
 
 class PackedPromptsView:

@@ -5,7 +5,8 @@ A view is made for one forward call: it knows which tokens are new, their positi
 B rows, T new tokens, S columns visible, H query heads, G key/value heads, K head dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self
 
@@ -16,6 +17,24 @@ from torch import Tensor
 from skipdecode.backends.backend import FusedKVStore, FusedLayer, GraphKVRange, KVRange
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.rope import Rotation
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""transformers' `mask_function`: whether the query at one position attends to the key at another. Takes row, head,
+query position and key position, int64 tensors that broadcast, and gives bool."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionVariant:
+    """What a layer's attention does differently from softmax(q k^T / sqrt(K)) v under a causal mask."""
+
+    scale: float
+    """The factor of the scores, in place of 1 / sqrt(K)."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap) (Gemma 2)."""
+    sinks: Tensor | None = None
+    """[H] a score of each head that takes its share of the softmax and has no value (gpt-oss)."""
+    rule: MaskRule | None = None
+    """None: causal. Padding is masked whatever it says."""
 
 
 class KVView(Protocol):
@@ -55,6 +74,19 @@ class KVView(Protocol):
         """The states [B, 1, D] of the last new token, whose K and V are stored already, and a view of it."""
 
 
+class VariantView(KVView, Protocol):
+    """A view whose attention takes variants, and that says where its tokens are: what layers of transformers need."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, T] int64 positions of the new tokens in their rows, -1 for padding. The same tensor in each call."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        """As in `KVView`; V may be wider or narrower than K, and so the result [B, H, T, width of V]."""
+
+
 class MovableView(KVView, Protocol):
     """A view for layers on several devices."""
 
@@ -81,18 +113,50 @@ class StepView:
         raise AssertionError("a kernel for prompts, in a decode step")
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Queries [B, H, T, K] over keys and values [B, G, S, K] -> [B, H, T, K]. Without a mask it is causal."""
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, variant: AttentionVariant | None = None
+) -> Tensor:
+    """Queries [B, H, T, K] over keys and values [B, G, S, K] -> [B, H, T, K]. Without a mask it is causal; `mask` has
+    the rule of `variant` already."""
+    if variant is not None and (variant.softcap is not None or variant.sinks is not None):
+        return _attention_by_scores(q, keys, values, mask, variant)
+    scale = None if variant is None else variant.scale
     is_causal, has_groups = mask is None and q.shape[2] > 1, q.shape[1] != keys.shape[1]
     device = q.device.type
     if device == "cuda" and has_groups and wants_all_heads(q.dtype, has_mask=mask is not None):
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
         has_groups = False
-    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups)
+    attend = partial(
+        F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=has_groups
+    )
     if device == "cpu" and torch.is_autocast_enabled(device):  # its bfloat16 backward pass doubles a training step
         with torch.autocast(device, enabled=False):
             return attend(q.float(), keys.float(), values.float())
     return attend(q, keys, values)
+
+
+def _attention_by_scores(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, variant: AttentionVariant
+) -> Tensor:
+    """`attention` with all scores in memory, for what torch's kernels have no argument for."""
+    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values))
+    scores = q @ keys.transpose(2, 3) * variant.scale  # [B, H, T, S]
+    if variant.softcap is not None:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    if mask is None:
+        mask = causal_mask(q.shape[2], keys.shape[2], q.device)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if variant.sinks is not None:
+        sinks = variant.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    shares = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return shares[..., : keys.shape[2]] @ values
+
+
+def allowed_by(rule: MaskRule, positions: Tensor, num_new: int) -> Tensor:
+    """[B, 1, T, S] bool: what the last `num_new` of the columns with `positions` [B, S] attend to by `rule` alone."""
+    zero = torch.zeros(1, dtype=torch.int64, device=positions.device)  # no rule here tells rows or heads apart
+    return rule(zero, zero, positions[:, None, -num_new:, None], positions[:, None, None])
 
 
 def wants_all_heads(dtype: torch.dtype, *, has_mask: bool) -> bool:

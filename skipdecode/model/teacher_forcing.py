@@ -18,7 +18,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import FusedKVStore, FusedLayer
 from skipdecode.backends.rope import Rotation, rotation_at
-from skipdecode.kv.view import attention, causal_mask, diagonal
+from skipdecode.kv.view import AttentionVariant, allowed_by, attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
 from skipdecode.model.layer_loop import run_layers
@@ -125,10 +125,16 @@ class ForcedView:
     def rotation(self) -> Rotation | None:
         return rotation_at(self.table, self.positions)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
         if k is None or v is None:
             k, v = (t[:, :, : q.shape[2]] for t in self.shared[self.kv_owner[layer]])
-        return attention(q, k, v, self.mask)
+        mask = self.mask
+        if variant is not None and variant.rule is not None:
+            allowed = allowed_by(variant.rule, self.positions, q.shape[2])
+            mask = allowed if mask is None else allowed & mask
+        return attention(q, k, v, mask, variant)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.shared[layer] = (k, v)

@@ -103,8 +103,18 @@ def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens
             "decode.prefill: swiftkv needs a model with SwiftKV's weights, and this one has none; they are given by "
             "model.swiftkv in a training, by swiftkv in a benchmark, and by jobs.distill to a checkpoint"
         )
+    check_whole_layers(config, decode)
     layers, swiftkv_from = config.num_hidden_layers, config.swiftkv_layer(prefill)
     return make_schedule(decode, num_layers=layers, max_new_tokens=max_new_tokens, swiftkv_from=swiftkv_from)
+
+
+def check_whole_layers(config: DecoderConfig, decode: Mapping[str, Any]) -> None:
+    """ValueError if `decode` skips parts of layers and the model's layers run whole or not at all."""
+    if decode.get("ffn_skip") and config.implementation == "transformers":
+        raise ValueError(
+            "decode.ffn_skip: layers of transformers run whole or not at all; leave it out, or take a model of a "
+            "family of ours (docs/models.md)"
+        )
 
 
 def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from skipdecode.kv.view import attention, causal_mask, diagonal
+from skipdecode.kv.view import AttentionVariant, attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ALL_ROWS
 from skipdecode.model.layer_loop import run_layers
@@ -64,7 +64,10 @@ class DraftedText:
 class KeepingView(ForcedView):
     """The view of a pass at full depth whose keys and values are kept in `shared`."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         self.store(layer, k.contiguous(), v.contiguous())  # a copy, which does not hold the queries' memory
@@ -86,7 +89,10 @@ class DraftView(ForcedView):
     masks: dict[int, Tensor] = field(default_factory=dict)
     """By the number of positions that a layer runs, which most layers have in common."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         keys, values = (torch.cat(parts, dim=2) for parts in zip(self.full[layer], (k, v), strict=True))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from skipdecode.kv.view import causal_mask, diagonal
+from skipdecode.kv.view import AttentionVariant, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
 from skipdecode.model.layer_loop import layer_call, run_layers
@@ -184,7 +184,10 @@ class PromptView(ForcedView):
     """Copies them, so that the projection they are a slice of can be freed; otherwise the backward pass keeps it
     anyway."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         if self.copies:
@@ -203,7 +206,10 @@ class ResponseView(ForcedView):
 
     before: PromptKV = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        assert variant is None, "layers of ours alone"
         if k is None or v is None:
             layer = self.kv_owner[layer]
             k, v = (t[:, :, : q.shape[2]] for t in self.shared[layer])
@@ -231,8 +237,11 @@ class ConcatenatedView(ForcedView):
     def of(cls, views: Sequence[ResponseView]) -> "ConcatenatedView":
         return cls(torch.cat([view.positions for view in views], dim=1), None, views[0].table, (), views=views)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
         """q [B, H, n, K] for the columns of all passes."""
+        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         widths = [view.positions.shape[1] for view in self.views]

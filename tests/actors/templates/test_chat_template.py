@@ -40,6 +40,7 @@ CHATS = [
     [{"role": "system", "content": "  Be brief. "}, *USER],
     [{"role": "system", "content": "Be brief."}, *USER, {"role": "assistant", "content": "A bar."}],
 ]
+LLAMA = FAMILIES["llama"].tokenizer
 CLASSES = {
     "chatml": ("llama", "PreTrainedTokenizerFast", {}),
     "smollm": ("llama", "GPT2Tokenizer", {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}),
@@ -52,7 +53,11 @@ CLASSES = {
 
 def config_of(model_type: str, vocab_size: int = 4096) -> Any:
     return SimpleNamespace(
-        model_type=model_type, vocab_size=vocab_size, bos_token_id=None, eos_token_ids=(1,), pad_token_id=None
+        tokenizer_rules=FAMILIES[model_type].tokenizer,
+        vocab_size=vocab_size,
+        bos_token_id=None,
+        eos_token_ids=(1,),
+        pad_token_id=None,
     )
 
 
@@ -81,7 +86,7 @@ def both(folder: Callable[[str], Path]) -> Callable[[str], tuple[PreTrainedToken
 
 
 def loaded(folder: Path, model_type: str, file: Path | None = None) -> ChatTemplate:
-    found = load_chat_template(folder, model_type, file)
+    found = load_chat_template(folder, FAMILIES[model_type].tokenizer, file)
     assert found is not None
     return found
 
@@ -246,7 +251,7 @@ def test_the_template_of_a_gguf_file(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     expected = theirs.apply_chat_template(USER, add_generation_prompt=True, tokenize=False)
     assert loaded(path, "llama").render(USER, now=NOW) == expected == f"<|begin|>{USER[0]['content']}<|im_end|>"
-    assert load_chat_template(gguf_file(tmp_path / "none.gguf"), "llama") is None
+    assert load_chat_template(gguf_file(tmp_path / "none.gguf"), LLAMA) is None
 
 
 def test_a_file_of_the_users_with_the_tokens_of_the_checkpoint(folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -257,21 +262,21 @@ def test_a_file_of_the_users_with_the_tokens_of_the_checkpoint(folder: Callable[
 
 def test_what_is_wrong_with_the_files_is_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level("llama3"), "llama", chat_template=None)
-    assert load_chat_template(folder, "llama") is None
+    assert load_chat_template(folder, LLAMA) is None
     for text, said in (("{% for %}", "line 1"), ("{{ message }}", "does not read `messages`"), ("{{" + "-" * 9999, "")):
         (tmp_path / "mine.jinja").write_text(text)
         with pytest.raises(ValueError, match=rf"mine\.jinja cannot be used: .*{said}"):
-            load_chat_template(folder, "llama", tmp_path / "mine.jinja")
+            load_chat_template(folder, LLAMA, tmp_path / "mine.jinja")
     with pytest.raises(ValueError, match=r"nothing\.jinja: cannot be read"):
-        load_chat_template(folder, "llama", tmp_path / "nothing.jinja")
+        load_chat_template(folder, LLAMA, tmp_path / "nothing.jinja")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text(CHATML)
     with pytest.raises(ValueError, match="has the chat templates rag, and none is 'default'"):
-        load_chat_template(folder, "llama")
+        load_chat_template(folder, LLAMA)
     for wrong in (7, [7], [{"name": "default"}], {"default": None}):
         other = write_folder(tmp_path / "other", byte_level("llama3"), "llama", chat_template=wrong)
         with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template is neither"):
-            load_chat_template(other, "llama")
+            load_chat_template(other, LLAMA)
 
 
 def test_parts_are_lines_and_a_developer_speaks_for_the_system(folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -85,8 +85,10 @@ def test_the_file_for_gpus_takes_a_tuned_model() -> None:
 
 def test_the_defaults_are_those_of_the_contract() -> None:
     config = load_config(None).model_dump(mode="json")
-    model = {"source": "models/opt-e2e", "adapter": None, "tokenizer": None, "dtype": "auto", "quantization": None}
-    assert config["model"] == model
+    assert config["model"] == {
+        "source": "models/opt-e2e", "adapter": None, "tokenizer": None, "dtype": "auto", "implementation": "auto",
+        "quantization": None,
+    }  # fmt: skip
     assert config["sampling"] == {
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
         "ignore_eos": False, "deterministic": False, "logprobs": None, "prompt_logprobs": False, "n": 1,

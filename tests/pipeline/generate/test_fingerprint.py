@@ -45,7 +45,8 @@ def take(place: Path, **overrides: Any) -> tuple[dict[str, Any], Any]:
     config = build_config(JobConfig, tree)
     decode = resolve_decode(config, read_config(place / "model"), print)
     plan = make_plan(config.input)
-    return fingerprint(config, decode, place / "model", resolve_dtype(config.model.dtype, "cpu", (look(),)), plan), plan
+    dtype = resolve_dtype(config.model.dtype, "cpu", (look(),))
+    return fingerprint(config, decode, place / "model", dtype, plan, implementation="own"), plan
 
 
 def refused(place: Path, state: dict[str, Any], *keys: str, **overrides: Any) -> str:

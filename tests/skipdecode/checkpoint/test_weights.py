@@ -214,6 +214,8 @@ def test_another_model_is_refused(small: Path, tensors: dict[str, Tensor], tmp_p
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": model_type}))
     with pytest.raises(ValueError, match=rf"config\.json: model_type is '{model_type}'"):
+        load_model(folder, implementation="own")
+    with pytest.raises(ValueError, match=r"tensors do not fit; the first is missing"):
         load_model(folder)
 
 

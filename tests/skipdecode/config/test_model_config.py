@@ -145,7 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_refusals_name_the_field_and_the_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RAW | changes))
     with pytest.raises(ValueError, match=message) as caught:
-        read_config(tmp_path)
+        read_config(tmp_path, "own")
     assert str(tmp_path / "config.json") in str(caught.value)
 
 

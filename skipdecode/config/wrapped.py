@@ -1,0 +1,82 @@
+"""`WrappedConfig`: the shape of a model whose layers are transformers' own (`skipdecode.model.wrapped`).
+
+Its fields are found by looking at the model, not by reading keys, and it travels to tasks that load neither torch nor
+transformers.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from skipdecode.config.model import DecoderConfig, Implementation, Parts, TokenizerRules
+
+
+@dataclass(frozen=True)
+class WrappedConfig(DecoderConfig):
+    """Of a decoder-only model of any type that transformers knows."""
+
+    model_type: ClassVar[str] = "transformers"
+    architecture: ClassVar[str] = "transformers has it"
+    prefix: ClassVar[str] = ""
+    layer_parts: ClassVar[Parts] = {}
+    model_parts: ClassVar[Parts] = {}
+
+    type_name: str = ""
+    """`model_type` of its config.json."""
+    kv_shapes: tuple[tuple[int, int, int], ...] = ()
+    """[L] `kv_shape` of each layer."""
+    layer_weights: int = 0
+    """Weights of a layer, all experts included; the mean over layers."""
+    tie_word_embeddings: bool = False
+    rules: TokenizerRules = field(default_factory=TokenizerRules)
+    """`tokenizer_rules`: those of our family of that type, where there is one."""
+
+    @property
+    def implementation(self) -> Implementation:
+        return "transformers"
+
+    @property
+    def tokenizer_rules(self) -> TokenizerRules:
+        return self.rules
+
+    def kv_shape(self, layer: int) -> tuple[int, int, int]:
+        return self.kv_shapes[layer]
+
+    # What follows is for prices (`skipdecode.cost`): layers are priced as if all were alike, and a mixture of experts
+    # as if every token read all of them.
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1  # heads may differ from layer to layer; `kv_dim` has what they are together
+
+    @property
+    def head_dim(self) -> int:
+        return max(width for _, width, _ in self.kv_shapes)
+
+    @property
+    def kv_dim(self) -> int:
+        """Half of the K and V of a token, the mean over layers."""
+        return -(-sum(heads * (k + v) for heads, k, v in self.kv_shapes) // (2 * len(self.kv_shapes)))
+
+    @property
+    def ffn_dim(self) -> int:
+        attention = 2 * self.hidden_size * (self.q_dim + self.kv_dim)
+        return max(1, (self.layer_weights - attention) // (3 * self.hidden_size))
+
+    @property
+    def mlp(self) -> Literal["relu", "swiglu"]:
+        return "swiglu"
+
+    @property
+    def norm(self) -> Literal["layer", "rms"]:
+        return "rms"
+
+    @property
+    def has_tied_head(self) -> bool:
+        return self.tie_word_embeddings
+
+    @property
+    def has_learned_positions(self) -> bool:
+        return False
+
+    def to_dict(self) -> dict[str, Any]:
+        raise ValueError("model.source: a model of transformers' implementation cannot be saved yet")

@@ -1,0 +1,117 @@
+"""A `Decoder` whose layers are transformers' own.
+
+It decodes static batches and makes teacher-forced passes by torch's operators. What it cannot do yet is refused where a
+job is checked (`pipeline.checkpoint`): parts of layers, SwiftKV, quantization, several devices.
+
+B rows, T tokens, D width, V vocabulary.
+"""
+
+from contextlib import suppress
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from skipdecode.config.model import Quantization
+from skipdecode.config.wrapped import WrappedConfig
+from skipdecode.kv.view import KVView, VariantView
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.layer import Layer
+from skipdecode.model.linear import Linear
+from skipdecode.model.wrapped.attention import Stored, attending
+from skipdecode.model.wrapped.hollow_model import HollowModel
+
+
+class WrappedLayer(Layer):
+    """A decoder layer of transformers, as the layer loop calls it."""
+
+    def __init__(self, layer: nn.Module, hollow: HollowModel) -> None:
+        nn.Module.__init__(self)  # it has none of the weights of ours
+        self.layer, self.hollow = layer, hollow
+        self.kernel = self.query_kernel = None
+
+    def forward(
+        self, h: Tensor, kv: KVView, number: int, *, attends: bool, runs_ffn: bool, query: Linear | None = None
+    ) -> Tensor:
+        if not (attends and runs_ffn) or query is not None:
+            raise ValueError("decode.ffn_skip: layers of transformers run whole or not at all")
+        made = self._run(h, kv, number, only_stores=False)
+        states: Tensor = made[0] if isinstance(made, tuple) else made
+        return states
+
+    def store(self, h: Tensor, kv: KVView, number: int) -> None:
+        with suppress(Stored):
+            self._run(h, kv, number, only_stores=True)
+
+    def _run(self, h: Tensor, kv: KVView, number: int, *, only_stores: bool) -> Any:
+        view = cast(VariantView, kv)
+        positional, named = self.hollow.arguments(view.positions)[number]
+        with attending(view, number, only_stores=only_stores):
+            return self.layer(h, *positional, **named)
+
+
+class WrappedDecoder(Decoder):
+    """Around a `...ForCausalLM` that was made with `attn_implementation=ATTENTION`."""
+
+    config: WrappedConfig
+
+    def __init__(self, model: Any, config: WrappedConfig) -> None:
+        nn.Module.__init__(self)  # it has none of the weights of ours
+        self.config = config
+        self.model: Any = model
+        self.placement = self.packed_head = self.quantization = self.swiftkv = self.lm_head = None
+        self.hollow = HollowModel(model, config.num_hidden_layers)
+        # past nn.Module, for which each layer would be there twice
+        self.__dict__["_layers"] = [WrappedLayer(layer, self.hollow) for layer in self.hollow.layers]
+
+    @property
+    def layers(self) -> list[Layer]:
+        layers: list[Layer] = self.__dict__["_layers"]
+        return layers
+
+    @property
+    def _any_weight(self) -> Tensor:
+        weight: Tensor = next(self.model.parameters())
+        return weight
+
+    @property
+    def device(self) -> torch.device:
+        return self._any_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._any_weight.dtype
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return False
+
+    @property
+    def has_unpacked_head(self) -> bool:
+        return False
+
+    def rotary_table_on(self, device: torch.device) -> Tensor | None:
+        return None  # layers rotate by themselves
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.hollow.embed(tokens, positions)
+
+    def head(self, h: Tensor) -> Tensor:
+        return self.hollow.head(h)
+
+    def head_into(self, h: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(self.head(h))
+
+    def pack(self, quantization: Quantization | None = None) -> Decoder:
+        if quantization is not None:
+            raise ValueError(f"model.quantization: {quantization} weights are for families with kernels of ours")
+        return self
+
+    def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> Decoder:
+        raise ValueError("model.swiftkv: a model of transformers' implementation cannot have it yet")
+
+    def without_swiftkv(self) -> Decoder:
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)  # no dropout, as in our own layers

@@ -1,0 +1,142 @@
+"""Whether a model of transformers can run, and its shape: found by a look at the model without its weights.
+
+The model is made on the meta device, and each of its layers is run up to its attention. So what is in the way is named
+within seconds, before anything starts.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from skipdecode.config.json_files import read_eos
+from skipdecode.config.model import TokenizerRules
+from skipdecode.config.wrapped import WrappedConfig
+from skipdecode.kv.view import VariantView
+from skipdecode.model.wrapped.attention import ATTENTION, Mask, Stored, attending
+from skipdecode.model.wrapped.hollow_model import Arguments, HollowModel
+
+MAX_LAYERS = 1024
+MOVING_ROPES = ("dynamic", "longrope")
+"""Frequencies that follow the length of the sequence: keys in the cache would have turned by others."""
+
+
+def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> WrappedConfig:
+    """The configuration of the model in `folder`, whose config.json holds `raw`. ValueError names the part in the way.
+
+    `rules`: those of its tokenizer.
+    """
+    config = _read(folder, raw)
+    text = config.get_text_config(decoder=True)
+    sizes = {key: _size(text, key, raw["model_type"]) for key in WrappedConfig.sizes}
+    ends = raw.get("eos_token_id", getattr(text, "eos_token_id", None))
+    known = WrappedConfig.read_fields({key: value for key, value in raw.items() if key not in sizes})
+    if "swiftkv" in known:
+        raise ValueError("swiftkv: SwiftKV's weights are for families of ours")
+    known |= sizes | {"eos_token_id": read_eos("eos_token_id", ends)}
+    known |= {key: getattr(text, key, None) for key in ("bos_token_id", "pad_token_id")}
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    shapes, layer_weights = _look_at_layers(config, sizes["num_hidden_layers"])
+    own = {"type_name": str(raw["model_type"]), "kv_shapes": shapes, "layer_weights": layer_weights, "rules": rules}
+    return WrappedConfig(**known | own | {"tie_word_embeddings": tied})
+
+
+def _read(folder: Path, raw: dict[str, Any]) -> Any:
+    """transformers' configuration; ValueError for what can be told without making the model."""
+    kind, version = raw.get("model_type"), transformers.__version__
+    if kind not in CONFIG_MAPPING:
+        code = " (its own code, which auto_map names, is never run)" if raw.get("auto_map") else ""
+        raise ValueError(f"model_type is {kind!r}, which transformers {version} does not have{code}")
+    if (quantised := raw.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ValueError(f"quantization_config is set ({method}), and quantised weights are not supported")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and its libraries raise many kinds
+        raise ValueError(f"transformers cannot read it: {error}") from error
+    if config.is_encoder_decoder:
+        raise ValueError(f"model_type {kind!r} has an encoder, and only decoders are supported")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model_type {kind!r} has no AutoModelForCausalLM in transformers {version}")
+    _refuse_keys(config.get_text_config(decoder=True))
+    return config
+
+
+def _refuse_keys(text: Any) -> None:
+    """ValueError for keys with which a model cannot run under schedules that skip layers."""
+    if getattr(text, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"num_kv_shared_layers is {text.num_kv_shared_layers}: layers read keys of others, which may be skipped"
+        )
+    for key in ("layer_types", "layers_block_type"):
+        kinds = dict.fromkeys(getattr(text, key, None) or ())
+        if others := [kind for kind in kinds if "attention" not in kind or kind.startswith("linear")]:
+            raise ValueError(f"{key}: its layers of type {others[0]} keep a state in place of keys and values")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for ropes in (rope, *rope.values()):  # of all layers, or by their type
+        kind = ropes.get("rope_type") if isinstance(ropes, dict) else None
+        if kind in MOVING_ROPES:
+            raise ValueError(f"rope_parameters.rope_type is {kind!r}, whose frequencies follow the length of the text")
+
+
+def _size(text: Any, key: str, kind: str) -> int:
+    value = getattr(text, key, None)
+    if not isinstance(value, int):
+        raise ValueError(f"model_type {kind!r} has no {key} ({value!r})")
+    if key == "num_hidden_layers" and value > MAX_LAYERS:  # a typing error would take all memory
+        raise ValueError(f"{key} is {value}, expected at most {MAX_LAYERS}")
+    return value
+
+
+class _KVShapes:
+    """A `VariantView` that notes the shapes of keys and values."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self.of_layer: dict[int, tuple[int, int, int]] = {}
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.of_layer[layer] = (k.shape[1], k.shape[3], v.shape[3])
+
+
+def _look_at_layers(config: Any, num_layers: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
+    """Of the model that `config` describes: `kv_shapes` [L] and `layer_weights`."""
+    where = f"model_type {config.model_type!r}"
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+            hollow = HollowModel(model, num_layers)
+            tokens, positions = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
+            h = hollow.embed(tokens, positions)
+            view = _KVShapes(positions)
+            for number, layer in enumerate(hollow.layers):
+                parts = ", ".join(name for name, _ in layer.named_children())
+                where = f"layer {number} of model_type {config.model_type!r} ({type(layer).__name__}: {parts})"
+                _run_to_attention(layer, h, hollow.arguments(positions)[number], view, number)
+    except Exception as error:  # of transformers, of torch, or of a missing library that some part wants
+        raise ValueError(f"{where} cannot run: {_reason(error, config)}") from error
+    weights = sum(p.numel() for layer in hollow.layers for p in layer.parameters())
+    return tuple(view.of_layer[number] for number in range(num_layers)), weights // num_layers
+
+
+def _run_to_attention(layer: nn.Module, h: Tensor, arguments: Arguments, view: _KVShapes, number: int) -> None:
+    try:
+        with attending(cast(VariantView, view), number, only_stores=True):
+            layer(h, *arguments.positional, **arguments.named)
+    except Stored:
+        return
+    raise ValueError("it keeps no keys and values")
+
+
+def _reason(error: Exception, config: Any) -> str:
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        return "its attention does not go through transformers' attention interface"
+    if f"'{Mask.__name__}' object" in str(error):
+        return "it works on the attention mask itself"
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return text.splitlines()[0][:300]

@@ -1,0 +1,153 @@
+"""The verbs on a model that no family of ours takes: Gemma 3, whose layers have windows and norms of their own kind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.generator import Generator, GeneratorConfig
+from jobs import calibrate, distill, doctor, finetune, generate, verify
+from pipeline.config.job import ConfigError
+from pipeline.service.app import make_spec
+from pipeline.service.config import ServeConfig
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
+from skipdecode.schedules.from_config import make_schedule
+from tests.support.service_helpers import local, make_endpoint
+from tests.support.verbs import Call
+from tests.support.wrapped_models import L, naive_logits, save
+
+PROMPTS = [f"The Golden Otter serves {n} dishes near Willow Station" for n in range(12)]
+DECODE = {"max_layers": 5, "min_layers": 2}
+NUM_NEW = 8
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("gemma3")
+    save("gemma3_text", folder, vocab_size=320)
+    (folder / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": f"r{n}", "prompt": text}) + "\n" for n, text in enumerate(PROMPTS)))
+    return path
+
+
+def rows_of(run: Path) -> dict[str, list[int]]:
+    files = sorted((run / "data/status=ok").glob("*.parquet"))
+    return {row["id"]: row["generated_tokens"] for path in files for row in pq.ParquetFile(path).read().to_pylist()}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_is_exact_and_resumed(gemma: Path, prompts: Path, tmp_path: Path, call: Call) -> None:
+    run = tmp_path / "run"
+    arguments = ["-i", prompts, "-o", run, f"model.source={gemma}", "model.dtype=float32", "sampling.ignore_eos=true"]
+    arguments += [f"sampling.max_new_tokens={NUM_NEW}", "actors.batch_size=4", "actors.window_batches=1"]
+    arguments += [f"decode.{key}={value}" for key, value in DECODE.items()]
+    code, document, err = call(generate, *arguments)
+    assert code == 0, err
+    assert document["model"]["implementation"] == "transformers"
+    made = rows_of(run)
+    reference = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32, attn_implementation="eager").eval()
+    schedule = make_schedule({"method": "skipdecode", **DECODE}, num_layers=L, max_new_tokens=NUM_NEW)
+    encoded = Tokenizer(gemma, load_model(gemma).config).encode(PROMPTS)
+    for number, prompt in enumerate(encoded):
+        tokens = made[f"r{number}"]
+        assert naive_logits(reference, prompt, tokens, schedule).argmax(-1).tolist() == tokens
+
+    for path in sorted((run / "data/status=ok").glob("*.parquet"))[::2]:
+        path.unlink()
+    state = json.loads((run / "run.json").read_text())
+    assert state["fingerprint"]["model.implementation"] == "transformers"
+    (run / "run.json").write_text(json.dumps(state | {"state": "interrupted"}))  # as a killed driver leaves it
+    assert 0 < len(rows_of(run)) < len(made)
+    code, _, err = call(generate, *arguments, "--resume")
+    assert code == 0, err
+    assert rows_of(run) == made
+    assert call(verify, run)[0] == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_doctor_says_which_implementation(gemma: Path, tmp_path: Path, call: Call) -> None:
+    code, document, err = call(
+        doctor, f"model.source={gemma}", "model.dtype=float32", f"output.path={tmp_path / 'run'}"
+    )
+    assert code == 0, err
+    assert document["choice"]["implementation"] == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "model.quantization",
+            "int8",
+            "model.quantization: is not supported for models that run by way of transformers",
+        ),
+        ("model.adapter", "{gemma}", "model.adapter: "),
+        ("model.implementation", "own", "model_type is 'gemma3_text'; supported are opt"),
+        ("decode.lossless", "true", "decode.lossless: is not supported"),
+        ("decode.ffn_skip", "{mode: row}", "decode.ffn_skip: layers of transformers run whole or not at all"),
+        ("prefill.method", "swiftkv", "prefill.method: 'swiftkv' needs a checkpoint"),
+        ("actors.num_gpus", "2", "actors.num_gpus: is not supported"),
+        ("sampling.deterministic", "true", "sampling.deterministic: is not supported"),
+    ],
+)
+def test_generate_refuses_what_it_cannot_do(
+    key: str, value: str, message: str, gemma: Path, prompts: Path, tmp_path: Path, call: Call
+) -> None:
+    asked = key + "=" + value.replace("{gemma}", str(gemma))
+    code, _, err = call(generate, "-i", prompts, "-o", tmp_path / "run", f"model.source={gemma}", asked)
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_verbs_refuse_it(gemma: Path, tmp_path: Path, call: Call) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "response": "b"}\n')
+    data = [f"data.path={pairs}", f"data.validation={pairs}", f"output.path={tmp_path / 'out'}"]
+    given: list[tuple[Any, list[str], str]] = [
+        (finetune, data, "training needs a model of a family of ours"),
+        (distill, [*data, "model.swiftkv={kv_layers: 3}"], "needs a model of a family of ours"),
+        (calibrate, [f"output={tmp_path / 'out'}", f"input.path={pairs}"], "calibration needs a model"),
+    ]
+    for verb, arguments, message in given:
+        code, _, err = call(verb, f"model.source={gemma}", *arguments)
+        assert code == 2, err
+        assert message in err
+
+
+def test_the_endpoint_serves_it_in_cohorts(gemma: Path) -> None:
+    """With the tokens of the offline generator."""
+    decode = {"method": "skipdecode", **DECODE, "horizon": 7}
+    generator = Generator(GeneratorConfig(str(gemma), decode, dtype="float32", num_threads=1))
+    encoded = generator.tokenizer.encode(PROMPTS)
+    answers = generator([Request(str(n), tokens, Sampling(NUM_NEW)) for n, tokens in enumerate(encoded)]).answers
+    endpoint = make_endpoint(generator)
+    asked = {"prompt": PROMPTS, "max_tokens": NUM_NEW, "temperature": 0, "return_token_ids": True}
+    try:
+        with local(endpoint) as url:
+            answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+    finally:
+        endpoint.close()
+    assert answer.status_code == 200, answer.text
+    offline = [one.tokens for one in answers if isinstance(one, Completion)]
+    assert [choice["token_ids"] for choice in answer.json()["choices"]] == offline
+    args = {"model": {"source": str(gemma)}, "engine": {"scheduler": "continuous"}}
+    with pytest.raises(ConfigError, match=r"engine\.scheduler: 'continuous' needs a model of a family of ours"):
+        make_spec(ServeConfig.model_validate(args))

@@ -1,0 +1,88 @@
+"""What neither we nor transformers can run is refused by the part that is in the way; what runs has its shape found."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from skipdecode.checkpoint.model_config import read_config
+from skipdecode.config.wrapped import WrappedConfig
+from tests.support.wrapped_models import L, small_config, small_model
+
+REFUSED = {
+    "mamba": "layer_types: its layers of type linear_attention keep a state",
+    "qwen3_next": "layer_types: its layers of type linear_attention keep a state",
+    "falcon_h1": "layer_types: its layers of type hybrid keep a state",
+    "bloom": "model_type 'bloom' has no max_position_embeddings",
+    "rwkv": "model_type 'rwkv' has no num_attention_heads",
+    "falcon": "its attention does not go through transformers' attention interface",
+    "xglm": "its attention does not go through transformers' attention interface",
+    "doge": "layer 0 of model_type 'doge' .* cannot run: it works on the attention mask itself",
+    "bert": "its layers are in BertEncoder, which takes no",
+    "t5": "model_type 't5' has an encoder",
+    "vit": "model_type 'vit' has no AutoModelForCausalLM",
+    "gemma3n_text": "num_kv_shared_layers is 15: layers read keys of others",
+}
+"""By model type, what the message says."""
+
+
+def folder_of(path: Path, raw: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_in_the_way_is_named(kind: str, tmp_path: Path) -> None:
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=REFUSED[kind]) as caught:
+        read_config(folder_of(tmp_path, json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 2}))
+    assert f"model_type is {kind!r}; supported are opt" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mine"}, "model_type is 'mine', which transformers .* does not have"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "m.M"}}, r"its own code, which auto_map names, is never run"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config is set \(fp8\)"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 1024"),
+        ({"swiftkv": {"kv_layers": 3}}, "swiftkv: SwiftKV's weights are for families of ours"),
+        ({"num_hidden_layers": "six"}, "transformers cannot read it: .*num_hidden_layers"),
+    ],
+)
+def test_keys_that_neither_can_run(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    raw = small_config("granite").to_dict() | changes
+    with pytest.raises(ValueError, match=message):
+        read_config(folder_of(tmp_path, raw))
+
+
+def test_own_refuses_what_transformers_would_run(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, small_config("phi3").to_dict())
+    with pytest.raises(ValueError, match="model_type is 'phi3'; supported are opt"):
+        read_config(folder, "own")
+
+
+def test_a_family_of_ours_comes_first(tmp_path: Path) -> None:
+    """And what it refuses is left to transformers, with its tokenizer's rules."""
+    folder = folder_of(tmp_path, small_config("mistral").to_dict() | {"sliding_window": None})
+    assert read_config(folder).implementation == "own"
+    assert read_config(folder, "transformers").implementation == "transformers"
+    windowed = read_config(folder_of(tmp_path, small_config("mistral").to_dict()))
+    assert windowed.implementation == "transformers"
+    assert windowed.tokenizer_rules == read_config(folder, "transformers").tokenizer_rules
+
+
+def test_the_shape_is_found_without_weights(tmp_path: Path) -> None:
+    """Of latent attention, whose values are narrower than its keys; the price counts the weights that there are."""
+    config = read_config(folder_of(tmp_path, small_config("deepseek_v2").to_dict()))
+    assert isinstance(config, WrappedConfig)
+    assert config.kv_shapes == ((4, 24, 16),) * L
+    assert config.kv_dim == 4 * (24 + 16) // 2
+    layers = small_model("deepseek_v2").model.layers
+    assert config.layer_weights == sum(p.numel() for p in layers.parameters()) // L
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config) == hash(pickle.loads(pickle.dumps(config)))

@@ -1,0 +1,98 @@
+"""Loading a model of transformers: tensors that do not fit, the proof, and what such a model refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import skipdecode.api
+from skipdecode.checkpoint.weights import check_folder, load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import generate
+from skipdecode.engine.logprobs import score_prompts
+from skipdecode.model.wrapped.decoder import WrappedDecoder
+from skipdecode.model.wrapped.load import prove
+from skipdecode.schedules.from_config import make_schedule
+from tests.support.families import family_config
+from tests.support.naive import random_prompts, requests_for, tokens_of
+from tests.support.schedules import decodes
+from tests.support.wrapped_models import L, save
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("phi3")
+    save("phi3", folder, vocab_size=320)
+    (folder / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_both_implementations_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+    raw = family_config(name)
+    config: PreTrainedConfig = CONFIG_MAPPING[name](**{key: value for key, value in raw.items() if key != "model_type"})
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    own, theirs = (load_model(tmp_path, implementation=kind) for kind in ("own", "transformers"))
+    assert not isinstance(own, WrappedDecoder)
+    assert isinstance(theirs, WrappedDecoder)
+    requests = requests_for(random_prompts([9, 4, 6]), Sampling(max_new_tokens=9, temperature=0.8, ignore_eos=True))
+    for method in decodes(L):
+        schedule = make_schedule(decodes(L)[method], num_layers=L, max_new_tokens=9)
+        one, other = (tokens_of(generate(model, requests, schedule)) for model in (own, theirs))
+        assert one == other, method
+
+
+def test_missing_and_unexpected_tensors_are_named(phi3: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((phi3 / name).read_bytes())
+    tensors = load_file(phi3 / "model.safetensors")
+    gone = tensors.pop("model.layers.2.mlp.down_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"the first is missing: model.layers.2.mlp.down_proj.weight"):
+        load_model(tmp_path)
+    more = tensors | {"model.layers.2.mlp.down_proj.weight": gone, "model.layers.9.extra": gone.clone()}
+    save_file(more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"the first is unexpected: model.layers.9.extra"):
+        load_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="cannot be read"):
+        check_folder(tmp_path)
+
+
+def test_the_proof_finds_a_model_that_decodes_otherwise(phi3: Path) -> None:
+    model = load_model(phi3)
+    assert isinstance(model, WrappedDecoder)
+    prove(model)
+    model.layers[1], model.layers[2] = model.layers[2], model.layers[1]
+    with pytest.raises(ValueError, match=r"model_type 'phi3' does not decode here as in transformers: .* apart"):
+        prove(model)
+
+
+def test_prompts_are_scored(phi3: Path) -> None:
+    model, reference = load_model(phi3), AutoModelForCausalLM.from_pretrained(phi3, dtype=torch.float32)
+    prompts = random_prompts([9, 4])
+    for prompt, scores in zip(prompts, score_prompts(model, prompts, 1), strict=True):
+        with torch.no_grad():
+            logprobs = reference(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        wanted = logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor([one.logprob for one in scores]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_python_api_decodes(phi3: Path) -> None:
+    model = skipdecode.api.load(phi3, dtype="float32", device="cpu")
+    (made,) = skipdecode.api.generate(
+        model, "The Golden Otter", max_new_tokens=5, ignore_eos=True, method="unified", layers=4
+    )
+    assert (len(made.tokens), made.layers_run) == (5, 16)
+    with pytest.raises(ValueError, match=r"decode.ffn_skip: layers of transformers run whole or not at all"):
+        skipdecode.api.generate(model, "The", ffn_skip={"mode": "fixed", "layers": [3]})
+    with pytest.raises(ValueError, match=r"model.quantization: int8 weights are for families with kernels of ours"):
+        skipdecode.api.load(phi3, dtype="float32", device="cpu", quantization="int8")
+    with pytest.raises(ValueError, match=r"model.adapter: is merged into families of ours alone"):
+        skipdecode.api.load(phi3, dtype="float32", device="cpu", adapter=phi3)
+    with pytest.raises(ValueError, match="implementation: must be auto, own, transformers, got 'vllm'"):
+        skipdecode.api.load(phi3, implementation="vllm")  # type: ignore[arg-type]

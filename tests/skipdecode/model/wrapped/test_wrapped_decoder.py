@@ -1,0 +1,98 @@
+"""Models of transformers: tokens are those of `generate` at full depth, and of the definition under schedules."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from skipdecode.checkpoint.weights import load_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import generate
+from skipdecode.engine.prefix_sharing import share_prefixes
+from skipdecode.families import FAMILIES
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
+from skipdecode.schedules.from_config import make_schedule
+from tests.support.naive import requests_for, tokens_of
+from tests.support.schedules import decodes
+from tests.support.wrapped_models import MODEL_TYPES, L, naive_logits, save
+
+NUM_NEW = 9
+FAST = ("gemma3_text", "gpt_neox", "gpt_oss", "mistral", "phi3", "phimoe", "qwen3_moe")
+"""Windows, soft caps, sinks, fused projections, parallel blocks, rules in the mask alone, experts."""
+KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MODEL_TYPES]
+PROMPTS = [
+    torch.randint(5, 100, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 4, 6)
+]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Decoder]]:
+    """`both(kind)`: a model of transformers, and ours of the folder it was saved in."""
+
+    @cache
+    def make(kind: str) -> tuple[PreTrainedModel, Decoder]:
+        folder: Path = tmp_path_factory.mktemp(kind)
+        reference = save(kind, folder)
+        return reference, load_model(folder, implementation="transformers")
+
+    return make
+
+
+def decoded(model: Decoder, method: str) -> list[list[int]]:
+    schedule = make_schedule(decodes(L)[method], num_layers=L, max_new_tokens=NUM_NEW)
+    sampling = Sampling(max_new_tokens=NUM_NEW, ignore_eos=True)
+    return tokens_of(generate(model, requests_for(PROMPTS, sampling), schedule))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_transformers(kind: str, both: Callable[[str], tuple[PreTrainedModel, Decoder]]) -> None:
+    reference, model = both(kind)
+    assert model.config.implementation == "transformers"
+    ours = decoded(model, "full")
+    for prompt, tokens in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([prompt])
+        made = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=-7
+        )
+        assert tokens == made[0, len(prompt) :].tolist()
+    assert len({token for row in ours for token in row}) > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules_skip_as_defined(kind: str, both: Callable[[str], tuple[PreTrainedModel, Decoder]]) -> None:
+    reference, model = both(kind)
+    for method in ("skipdecode", "early_exit", "unified"):
+        schedule = make_schedule(decodes(L)[method], num_layers=L, max_new_tokens=NUM_NEW)
+        ours = decoded(model, method)
+        pairs = list(zip(PROMPTS, ours, strict=True))
+        with torch.no_grad():
+            forced = teacher_forced_logits(model, teacher_batch(pairs, 0), schedule)
+        for row, (prompt, tokens) in enumerate(pairs):
+            naive = naive_logits(reference, prompt, tokens, schedule)
+            assert naive.argmax(-1).tolist() == tokens, method
+            torch.testing.assert_close(forced[row], naive, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "phimoe"])
+def test_prefixes_are_shared(kind: str, both: Callable[[str], tuple[PreTrainedModel, Decoder]]) -> None:
+    """By copies of their keys and values; windows reach from a row's own tokens into the prefix."""
+    _, model = both(kind)
+    head = PROMPTS[0][:8]
+    prompts = [head + tail for tail in (PROMPTS[1], PROMPTS[2], PROMPTS[1][:1])] + PROMPTS[1:]
+    sharing = share_prefixes(prompts, [[len(head)]] * 3 + [[]] * 2)
+    assert sharing is not None
+    requests = requests_for(prompts, Sampling(max_new_tokens=NUM_NEW, ignore_eos=True))
+    schedule = make_schedule(decodes(L)["skipdecode"], num_layers=L, max_new_tokens=NUM_NEW)
+    alone, shared = (tokens_of(generate(model, requests, schedule, sharing=one)) for one in (None, sharing))
+    assert shared == alone
+
+
+def test_the_page_lists_what_is_tested() -> None:
+    page = (Path(__file__).parents[4] / "docs/models.md").read_text(encoding="utf-8")
+    listed = page.partition("Tests compare these types")[2].partition("\n\n")[2].partition(".\n")[0]
+    assert re.findall("`([a-z0-9_]+)`", listed) == [kind for kind in MODEL_TYPES if kind not in FAMILIES]
