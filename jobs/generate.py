@@ -112,13 +112,8 @@ def summarize(finished: "RunResult") -> None:
     )
     if speedup := speedup_in_words(report):
         log(speedup)
-    agreement = report["agreement"]["token_match"]
-    if agreement is not None and agreement < LOW_AGREEMENT:
-        log(
-            f"low agreement: only {100 * agreement:.1f} % of the tokens are those of full depth, so the texts may be "
-            "nonsense; tune the model on such prompts (skipdecode finetune), skip less (decode.speedup), or take "
-            "decode.method=full or decode.lossless=true"
-        )
+    if remark := low_agreement(report):
+        log(remark)
     if cut := report["finish_reasons"].get("length"):
         log(f"{cut} of {report['completed']} answers were cut off at sampling.max_new_tokens")
     if errors := report.get("errors"):
@@ -130,6 +125,18 @@ def summarize(finished: "RunResult") -> None:
     if split := report["split_batches"]["count"]:
         log(f"{split} batches had to be split after a failure: {report['split_batches']['first']}")
     log(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
+
+
+def low_agreement(report: dict[str, Any]) -> str:
+    """One line for `summarize` where skipping has changed most tokens; else empty."""
+    agreement = report["agreement"]["token_match"]
+    if agreement is None or agreement >= LOW_AGREEMENT:
+        return ""
+    return (
+        f"low agreement: only {100 * agreement:.1f} % of the tokens are those of full depth, so the texts may be "
+        "nonsense; tune the model on such prompts (skipdecode finetune), skip less (decode.speedup), or take "
+        "decode.method=full or decode.lossless=true"
+    )
 
 
 def speedup_in_words(report: dict[str, Any]) -> str:

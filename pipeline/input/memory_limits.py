@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from pipeline.input.columns import is_list_type
 from pipeline.input.ids import Mask, Rows
 from pipeline.input.line_reader import BLOCK_BYTES
+from pipeline.input.parquet_pages import read_pages
 
 OFFSET_BYTES = 4  # where a text begins
 VIEW_INTS = 4  # int32 per view; the first is the length
@@ -52,14 +53,28 @@ def _leaves(type_: pa.DataType) -> Iterator[pa.DataType]:
         yield type_
 
 
-def row_bytes(metadata: pq.FileMetaData, indices: Sequence[int]) -> int:
+def row_bytes(source: pa.NativeFile, metadata: pq.FileMetaData, indices: Sequence[int]) -> int:
     """About what these columns of a row take, in the row group where they take most; text and bytes of dictionaries
     count once for the group."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return max(
-        (sum(g.column(index).total_uncompressed_size for index in indices) // max(g.num_rows, 1) for g in groups),
+        (
+            sum(_value_bytes(source, group.column(index), max(group.num_rows, 1)) for index in indices)
+            for group in groups
+        ),
         default=0,
     )
+
+
+def _value_bytes(source: pa.NativeFile, column: pq.ColumnChunkMetaData, num_rows: int) -> int:
+    """About what a value of a column chunk takes.
+
+    Values that are stored as what they do not share with the one before may each be as long as the page.
+    """
+    if "DELTA_BYTE_ARRAY" not in column.encodings:
+        return int(column.total_uncompressed_size // num_rows)
+    start, end = column.data_page_offset, column.data_page_offset + column.total_compressed_size
+    return max((page.num_bytes for page in read_pages(source, start, end)), default=0)
 
 
 def parquet_batches(
@@ -77,7 +92,7 @@ def parquet_batches(
         )
         if wanted is None or name in wanted
     ]
-    rows = max(1, min(most_rows, BLOCK_BYTES // max(row_bytes(footer.metadata, indices), 1)))
+    rows = max(1, min(most_rows, BLOCK_BYTES // max(row_bytes(source, footer.metadata, indices), 1)))
     encoded = [index for index in encoded_columns(footer) if index in indices]
     with pq.ParquetFile(
         source,

@@ -163,7 +163,7 @@ def _config(path: str | Path, header: Header) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [ARCHITECTURES[arch]], "model_type": arch}
     config |= {ours: fields.count(theirs) for theirs, ours in SIZES.items()}
     config["num_key_value_heads"] = fields.count("attention.head_count_kv", config["num_attention_heads"])
-    config["head_dim"] = _head_dim(fields, config)
+    config["head_dim"] = _head_dim(fields, config, names)
     config["rms_norm_eps"] = _shortest(fields.number("attention.layer_norm_rms_epsilon"))
     config["rope_theta"] = _shortest(fields.number("rope.freq_base", 10_000.0))
     config["rope_scaling"] = _rope_scaling(path, header, fields, config)
@@ -182,10 +182,11 @@ def _config(path: str | Path, header: Header) -> dict[str, Any]:
     return config | _token_ids(metadata)
 
 
-def _head_dim(fields: _Fields, config: Mapping[str, Any]) -> int:
-    """The head dimension that the file names, or the default of transformers."""
+def _head_dim(fields: _Fields, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:
+    """The head dimension that the file names, or else the one that its first layer has."""
     turning = fields.get("rope.dimension_count")
-    fallback = turning or config["hidden_size"] // config["num_attention_heads"]
+    first = tensors.get("blk.0.attn_q.weight")
+    fallback = (config["hidden_size"] if first is None else first.shape[0]) // config["num_attention_heads"]
     dim = fields.count("attention.key_length", fallback)
     if fields.get("attention.value_length", dim) != dim:
         raise ValueError(f"{fields.arch}.attention.value_length is not {fields.arch}.attention.key_length ({dim})")

@@ -15,10 +15,16 @@ import pytest
 
 from jobs import __main__ as console
 from jobs.__main__ import verbs
+<<<<<<< HEAD
 from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder, run_verb
 from jobs.generate import KEY_FIGURES, MAX_CHARS, key_figures
+=======
+from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder
+from jobs.generate import KEY_FIGURES, MAX_CHARS, ending, key_figures, low_agreement
+>>>>>>> d35e1cf0 (fix: Parquet texts that share their beginnings are decoded a few at a time; verify counts an interrupted run; a GGUF head dimension is that of its first layer)
 from pipeline.config.job import ConfigError
 from pipeline.generate.run import RunResult
+from pipeline.generate.stopping import allowed_failures
 from pipeline.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +202,30 @@ def test_key_figures_are_short_however_long_the_path(length: int, kept: str) -> 
 def test_a_run_without_a_report_has_its_books() -> None:
     report = {name: REPORT[name] for name in ("completed", "failed", "books")}
     assert list(figures(Path("/nowhere"), report)) == ["output", "completed", "failed", "books"]
+
+
+@pytest.mark.parametrize(("agreement", "is_said"), [(None, False), (0.734, False), (0.5, False), (0.14, True)])
+def test_low_agreement_is_said_with_what_to_do(agreement: float | None, is_said: bool) -> None:
+    remark = low_agreement({"agreement": {"token_match": agreement}})
+    assert bool(remark) == is_said
+    assert not is_said or ("only 14.0 %" in remark and "decode.method=full" in remark)
+
+
+def test_too_many_failed_rows_are_said_in_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = {"completed": 2, "failed": 1, "books": {"input": 3, "ok": 2, "failed": 1, "closed": True}}
+    allowed = allowed_failures(0.01, 3)
+    document, code = ending(RunResult(report, RunFolder.open(str(tmp_path)), failures_allowed=allowed), {})
+    assert (code, document["exit_code"]) == (3, 3)
+    assert (
+        "1 of 3 rows failed, and limits.max_failed_rows allows 0 (limits.max_failed_rows=1" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "allowed"), [(0.29, 100, 29), (0.01, 3, 0), (1.0, 7, 7), (5, 3, 5), (0, 9, 0)]
+)
+def test_a_share_allows_whole_rows(limit: float, rows: int, allowed: int) -> None:
+    assert allowed_failures(limit, rows) == allowed
 
 
 @pytest.mark.process

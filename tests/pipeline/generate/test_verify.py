@@ -67,6 +67,12 @@ def edit(run: Path, name: str, **values: Any) -> None:
     (run / name).write_text(json.dumps(document | values))
 
 
+def cut_off(run: Path) -> None:
+    """As an interrupted run leaves a folder: a file is missing, and nothing is counted."""
+    files(run)[0].unlink()
+    edit(run, "run.json", state="interrupted", books={"input": 44, "ok": None, "failed": None, "closed": False})
+
+
 def test_a_run_is_proven(made: Path, call: Call) -> None:
     code, document, err = call(verify, made / "run")
     assert code == 0, err
@@ -153,7 +159,8 @@ DAMAGE = [
     (lambda run: change(files(run)[0], error_code=lambda v: ["engine_error"] * len(v)), {"row"}, "of a good"),
     (an_odd_code, {"row", "count"}, "none of ours"),
     (lambda run: change(files(run)[0], generated_text=lambda v: [None, *v[1:]]), {"row"}, "generated_text is null"),
-    (lambda run: edit(run, "run.json", state="interrupted"), {"state"}, "--resume goes on"),
+    (lambda run: edit(run, "run.json", state="interrupted"), {"state"}, "at 44 of 44 rows; jobs.generate --resume"),
+    (cut_off, {"state", "missing"}, "the run is interrupted at "),
     (lambda run: edit(run, "report.json", completed=39), {"count"}, "completed is 39, counted 40"),
     (lambda run: (run / "report.json").unlink(), {"count"}, "completed is None"),
     (lambda run: (run / "report.json").write_text('{"completed": 4'), {"count"}, "completed is None"),

@@ -8,6 +8,7 @@ import os
 import random
 import uuid
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.support.input_helpers import (
     write_jsonl,
     write_parquet,
 )
+from tests.support.measured_memory import most_bytes
 
 TEXTS = ["name[The Mill], food[Italian]", "café, 10 €", "日本", "a 😀"]
 
@@ -266,6 +268,21 @@ def test_a_large_value_that_is_large_in_the_file_fails_its_row(tmp_path: Path) -
     assert table["n"].to_pylist() == [None, 2]
     assert table["error_code"].to_pylist() == ["bad_line", ""]
     assert "limits.max_line_bytes" in table["error_message"][0].as_py()
+
+
+def test_texts_that_share_their_beginning_are_decoded_a_few_at_a_time(tmp_path: Path) -> None:
+    """As writers of Parquet's second version store a context that every row repeats: 256 MiB in less than 1."""
+    context = "".join(map(str, range(10_000)))[: 1 << 14]
+    path, count = tmp_path / "a.parquet", 1 << 14
+    table = pa.table({"prompt": [f"{context} {n}" for n in range(count)]})
+    encoding = {"prompt": "DELTA_BYTE_ARRAY"}
+    pq.write_table(table, path, use_dictionary=False, column_encoding=encoding, compression="zstd")
+    del table
+    assert path.stat().st_size < 1 << 20
+    config = make_config(path)
+    plan = make_plan(config)
+    with most_bytes(130 << 20):
+        assert sum(map(len, islice(read_file(plan, 0, config), 4))) > 0
 
 
 @settings(max_examples=60, deadline=None)

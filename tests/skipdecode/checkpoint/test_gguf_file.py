@@ -139,6 +139,7 @@ def test_the_chat_template(tmp_path: Path) -> None:
         ({"rope.scaling.factor": "x"}, r"llama\.rope\.scaling\.factor is 'x'"),
         ({"attention.sliding_window": "x"}, "cannot be read"),
         ({"rope.dimension_count": 32, "attention.key_length": 64}, r"llama\.rope\.dimension_count is 32"),
+        ({"rope.dimension_count": 32}, r"llama\.rope\.dimension_count is 32; only rotating all 64"),
         ({"attention.value_length": 32}, r"llama\.attention\.value_length"),
         ({"attention.sliding_window": 64}, r"llama\.attention\.sliding_window is 64"),
         ({"block_count": None}, r"llama\.block_count is 'None'"),
