@@ -15,13 +15,8 @@ import pytest
 
 from jobs import __main__ as console
 from jobs.__main__ import verbs
-<<<<<<< HEAD
 from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder, run_verb
-from jobs.generate import KEY_FIGURES, MAX_CHARS, key_figures
-=======
-from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder
 from jobs.generate import KEY_FIGURES, MAX_CHARS, ending, key_figures, low_agreement
->>>>>>> d35e1cf0 (fix: Parquet texts that share their beginnings are decoded a few at a time; verify counts an interrupted run; a GGUF head dimension is that of its first layer)
 from pipeline.config.job import ConfigError
 from pipeline.generate.run import RunResult
 from pipeline.generate.stopping import allowed_failures
