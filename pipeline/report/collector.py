@@ -20,6 +20,7 @@ from pipeline.report.metrics_schemas import SCHEMAS, Kind, Record
 from pipeline.report.prometheus import LiveMetrics
 from pipeline.store.row_writer import write_whole
 from pipeline.store.run_folder import RunFolder
+from pipeline.store.run_state import RunState
 
 FLUSH_S = 15.0
 SLICE_ROWS = 1 << 16  # records that a reader has in memory at a time
@@ -110,17 +111,19 @@ def start_collector(filesystem: pafs.FileSystem, root: str, run_id: str, rows_pl
 
 
 def read_metrics(
-    folder: RunFolder, kind: Kind, columns: Sequence[str] = (), log: Log = lambda _: None
+    folder: RunFolder, state: RunState, kind: Kind, columns: Sequence[str] = (), log: Log = lambda _: None
 ) -> Iterator[pa.Table]:
-    """All records of one kind (`batches`, `windows`, `workers`), a slice at a time; all columns where none is named.
+    """Records of one kind (`batches`, `windows`, `workers`) of the sessions of `state`, a slice at a time; all columns
+    where none is named.
 
     A column that a file lacks is null. A damaged file costs figures, and no more: `log` hears of it, and what could be
     read of it has been given.
     """
     schema = SCHEMAS[kind]
     wanted = pa.schema([schema.field(name) for name in columns or schema.names])
+    own = tuple(f"{kind}-{session['id']}-" for session in state["sessions"])
     for path in folder.files("metrics"):
-        if not path.rpartition("/")[2].startswith(f"{kind}-"):
+        if not path.rpartition("/")[2].startswith(own):
             continue
         try:
             with pq.ParquetFile(path, filesystem=folder.filesystem, page_checksum_verification=True) as file:

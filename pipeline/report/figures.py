@@ -43,12 +43,12 @@ def make_report(
     damaged metrics files are left out and reported to `log`."""
     clock = Clock.of(state["sessions"])
     batches, throughput = BatchTotals(), Throughput(clock)
-    for table in read_metrics(folder, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS))), log):
+    for table in read_metrics(folder, state, "batches", tuple(dict.fromkeys((*COLUMNS, *BATCH_COLUMNS))), log):
         batches.add(table)
         throughput.add(table)
-    windows = Windows.of(read_metrics(folder, "windows", WINDOW_COLUMNS, log))
+    windows = Windows.of(read_metrics(folder, state, "windows", WINDOW_COLUMNS, log))
     starts: list[StoredStart] = [
-        start for table in read_metrics(folder, "workers", (), log) for start in table.to_pylist()
+        start for table in read_metrics(folder, state, "workers", (), log) for start in table.to_pylist()
     ]
     figures: Figures = {
         "version": __version__,

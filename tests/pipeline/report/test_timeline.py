@@ -1,6 +1,7 @@
 """Where the time of a run went, on hand-made records: restarts, workers that leave, many records."""
 
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,15 @@ def test_a_report_that_cannot_be_made_is_no_failed_run(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(STATE))
     assert report_main([str(tmp_path)]) == 0
     assert (tmp_path / "report.json").is_file()
+
+
+def test_records_of_an_overwritten_run_are_left_out(tmp_path: Path) -> None:
+    """Its collector may have been late, too."""
+    write_records(tmp_path, 100)
+    before = make_report(RunFolder.open(str(tmp_path)), STATE).figures
+    for path in list((tmp_path / "metrics").iterdir()):
+        shutil.copy(path, path.with_name(path.name.replace("0" * 12, "1" * 12)))
+    assert make_report(RunFolder.open(str(tmp_path)), STATE).figures == before
 
 
 def test_metrics_may_lack_columns(tmp_path: Path) -> None:
