@@ -8,6 +8,7 @@ Which back end is wanted is up to `skipdecode.backends.choice`.
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -17,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -24,13 +26,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "cpp"
 # Sums may be reordered, or they could not be vectorised. Not -ffast-math, which links code that flushes subnormal
-# numbers
-# to zero in the whole process.
+# numbers to zero in the whole process.
 MATH = "-fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -ffinite-math-only -freciprocal-math"
 FLAGS = ("-O3", *MATH.split(), "-fopenmp", "-fPIC", "-std=c++17")
 # Compiler options by CPU flag. They are named one by one, not by -march=native, so that a machine can compile every
-# back
-# end that it can run.
+# back end that it can run.
 AMD = {"sse4a": "-DIS_AMD"}  # a flag that only AMD's CPUs have
 EXTRAS = {
     "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"} | AMD,
@@ -80,7 +80,9 @@ def load(name: str, flags: frozenset[str]) -> ctypes.CDLL:
         if not command:
             raise BuildError("no C++ compiler: install g++ for a faster decode step")
         compiler = command[0]
-        with tempfile.TemporaryDirectory(prefix="skipdecode-ray-") as folder:
+        with _build_lock(file), tempfile.TemporaryDirectory(prefix="skipdecode-ray-") as folder:
+            if library := _load_kept(file):  # compiled by another process meanwhile
+                return library
             made = Path(folder) / file
             _compile([*command, *options], openmp, made)
             with contextlib.suppress(OSError):  # a read-only folder: every process compiles for itself
@@ -145,6 +147,31 @@ def _load_kept(name: str) -> ctypes.CDLL | None:
             return ctypes.CDLL(f"/proc/self/fd/{library}")
     os.close(library)
     return None
+
+
+@contextlib.contextmanager
+def _build_lock(name: str) -> Iterator[None]:
+    """Lets one process of a machine compile the library, and the others wait for it, but not for one that hangs."""
+    lock = None
+    with _open_cache() as cache, contextlib.suppress(OSError):  # a read-only folder: every process compiles for itself
+        if cache is not None:
+            lock = os.open(f"{name}.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=cache)
+            deadline = time.monotonic() + TIMEOUT_S
+            while not _is_locked(lock) and time.monotonic() < deadline:
+                time.sleep(0.1)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

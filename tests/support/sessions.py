@@ -48,7 +48,7 @@ def plan_of(folder: RunFolder, earlier: Any) -> Any:
             limits=SimpleNamespace(max_failed_rows=9),
             sampling=SamplingConfig(),
         ),
-        model=SimpleNamespace(source="m", config=SimpleNamespace(num_hidden_layers=1), decode={}),
+        model=SimpleNamespace(source="m", config=SimpleNamespace(num_hidden_layers=1, implementation="own"), decode={}),
         input=SimpleNamespace(
             num_rows=len(ROWS), num_documents=len(ROWS), etags=(), num_documents_per_file=(), duplicates=(),
             carried_schema=pa.schema([]), has_choices=False,

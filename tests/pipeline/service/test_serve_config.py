@@ -134,7 +134,7 @@ def test_a_key_is_made_where_none_is_configured(monkeypatch: pytest.MonkeyPatch)
     made: list[str | None] = []
 
     @contextmanager
-    def running(file: Any, key: str | None, _: Any) -> Iterator[str]:
+    def running(file: Any, key: str | None, *_: Any) -> Iterator[str]:
         made.append(key)
         yield "http://127.0.0.1:8000/"
 

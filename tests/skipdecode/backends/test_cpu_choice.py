@@ -1,8 +1,11 @@
 """Which back end is chosen, what follows from it, and what if it cannot be had; the compiler and its cache."""
 
 import os
+import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -136,6 +139,26 @@ def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(library.read_bytes()) == len(whole)
     assert run(code, tmp_path, PATH="", CXX="", SKIPDECODE_KERNELS=name).returncode == 0  # kept
+
+
+@compiled
+def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stand for processes here: the lock belongs to the open file."""
+    name, flags = choice.choose().name, choice.cpu_flags()
+    made = Path(os.path.realpath(build.load(name, flags)._name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    targets: list[Path] = []
+
+    def compile_slowly(command: list[str], libraries: list[Path], target: Path) -> None:
+        targets.append(target)
+        time.sleep(0.5)
+        shutil.copy(made, target)
+
+    monkeypatch.setattr(build, "_compile", compile_slowly)
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: build.load.__wrapped__(name, flags), range(3)))
+    assert len(targets) == 1
 
 
 @compiled

@@ -45,7 +45,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     calls: Seen = []
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
     ) -> Tensor:
         has_groups = q.shape[1] != k.shape[1]
         assert has_groups == enable_gqa
