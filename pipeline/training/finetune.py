@@ -4,6 +4,7 @@ This process does not train. Ray Train starts the workers (`worker`) and restart
 follows the log that they write.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -64,10 +65,15 @@ def finetune(config: FinetuneConfig, log: Log) -> FinetuneResult:
         if earlier["state"] == "finished":
             log(f"{folder.root}: finished before, nothing to do")
             return FinetuneResult(earlier["record"], folder, was_finished=True)
-    with Lease(RunFolder.open(str(folder.root)), uuid.uuid4().hex[:12], log):
-        if folder.read_state() != earlier and config.output.if_exists != "overwrite":
-            raise ConfigError("output.path", f"another run has worked in {folder.root} meanwhile; start again")
-        return FinetuneResult(_train(planned, log), folder)
+    try:
+        with Lease(RunFolder.open(str(folder.root)), uuid.uuid4().hex[:12], log):
+            if folder.read_state() != earlier and config.output.if_exists != "overwrite":
+                raise ConfigError("output.path", f"another run has worked in {folder.root} meanwhile; start again")
+            return FinetuneResult(_train(planned, log), folder)
+    except ConfigError:
+        with contextlib.suppress(OSError):  # it holds more than the lease that is gone
+            Path(folder.root).rmdir()
+        raise
 
 
 def _train(planned: PlannedTraining, log: Log) -> TrainingRecord:

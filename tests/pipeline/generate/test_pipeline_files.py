@@ -172,7 +172,7 @@ def test_bad_rows_fail_alone(job: Job, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     code, report, err = job("-i", str(tmp_path / "in.jsonl"))
     assert code == 3
-    assert "exit code 3: 8 rows failed" in err
+    assert "exit code 3: 8 of 28 rows failed" in err
     ok, failed = read(tmp_path / "run"), read(tmp_path / "run", "failed")
     assert ok.keys() == {f"g{i}" for i in range(20)}
     codes = {key: row["error_code"] for key, row in failed.items() if ":" not in key}
