@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from transformers import OPTForCausalLM
 from transformers.utils import logging as hf_logging
 
 from actors import generator
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.model.decoder import Decoder
+from tests.support import profiles  # noqa: F401 - the examples of property tests
 from tests.support.markers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
 from tests.support.tiny_models import VOCAB, save_model, save_tokenizer
 from tests.support.verbs import Call
@@ -36,16 +36,6 @@ torch.set_num_threads(1)
 hf_logging.disable_progress_bar()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background of a shell; jobs must hear their Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# The same examples in every run: a red test is red for everyone. `--hypothesis-profile=thorough` tries more of them.
-settings.register_profile(
-    "thorough",
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.register_profile("tests", settings.get_profile("thorough"), max_examples=25)
-settings.load_profile("tests")
 
 # Measuring what the machine can do takes a second, and a test run makes hundreds of generators.
 generator.measure_ceilings = cache(generator.measure_ceilings)

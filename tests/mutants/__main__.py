@@ -36,6 +36,8 @@ class Mutant:
     new: str
     tests: tuple[str, ...] = ()
     """As pytest takes them."""
+    with_conftest: bool = False
+    """The tests need fixtures of `conftest`, which imports torch and transformers, several seconds each time."""
     reason: str = ""
     """Why no test can find it, of an equivalent one."""
 
@@ -65,13 +67,11 @@ def copied_tree() -> Iterator[Path]:
         yield Path(name)
 
 
-def run_tests(root: Path, tests: Sequence[str], stop_at_first: bool) -> tuple[int, str]:
+def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
     """Exit code and output of pytest in `root`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout=120", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout=120", *options]
     env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [*command, *(["-x"] if stop_at_first else [])], cwd=root, env=env, text=True, capture_output=True
-    )
+    done = subprocess.run([*command, *tests], cwd=root, env=env, text=True, capture_output=True)
     return done.returncode, done.stdout[-3000:] + done.stderr[-1000:]
 
 
@@ -81,7 +81,8 @@ def is_killed(root: Path, mutant: Mutant) -> bool:
     text = path.read_text(encoding="utf-8")
     path.write_text(mutant.text(root), encoding="utf-8")
     try:
-        code, output = run_tests(root, mutant.tests, stop_at_first=True)
+        without = () if mutant.with_conftest else ("--noconftest", "-p", "tests.support.profiles")
+        code, output = run_tests(root, mutant.tests, "-x", *without)
     finally:
         path.write_text(text, encoding="utf-8")
     if code not in (FAILED, PASSED):
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only {only}: no such mutant")
     survivors = []
     with copied_tree() as root:
-        code, output = run_tests(root, sorted({test for mutant in mutants for test in mutant.tests}), False)
+        code, output = run_tests(root, sorted({test for mutant in mutants for test in mutant.tests}))
         if code != PASSED:
             print(output)
             print("the tests fail without any mutant")
@@ -107,7 +108,10 @@ def main(argv: list[str] | None = None) -> int:
             began_s = time.monotonic()
             killed = is_killed(root, mutant)
             seconds = time.monotonic() - began_s
-            print(f"{number}/{len(mutants)} {mutant.name}: {'killed' if killed else 'SURVIVES'}, {seconds:.0f} s")
+            print(
+                f"{number}/{len(mutants)} {mutant.name}: {'killed' if killed else 'SURVIVES'}, {seconds:.0f} s",
+                flush=True,
+            )
             if not killed:
                 survivors.append(mutant.name)
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants killed")

@@ -30,13 +30,13 @@ def test_names_are_unique() -> None:
 def test_a_mutant_is_killed_survives_or_its_tests_do_not_run(tmp_path: Path) -> None:
     (tmp_path / "own_code.py").write_text("def one():\n    return 1\n")
     (tmp_path / "test_it.py").write_text("from own_code import one\n\ndef test_one():\n    assert one()\n")
-    killed = Mutant("killed", "own_code.py", "return 1", "return 0", ("test_it.py::test_one",))
+    killed = Mutant("killed", "own_code.py", "return 1", "return 0", ("test_it.py::test_one",), with_conftest=True)
     assert is_killed(tmp_path, killed)
-    assert not is_killed(tmp_path, Mutant("survives", "own_code.py", "return 1", "return 2", killed.tests))
+    assert not is_killed(tmp_path, Mutant("survives", "own_code.py", "return 1", "return 2", killed.tests, True))
     assert (tmp_path / "own_code.py").read_text() == "def one():\n    return 1\n"
     for broken in (
-        Mutant("broken", "own_code.py", "return 1", "return (", killed.tests),
-        Mutant("no test", "own_code.py", "return 1", "return 0", ("test_it.py::test_two",)),
+        Mutant("broken", "own_code.py", "return 1", "return (", killed.tests, True),
+        Mutant("no test", "own_code.py", "return 1", "return 0", ("test_it.py::test_two",), True),
     ):
         with pytest.raises(RuntimeError, match="its tests do not run"):
             is_killed(tmp_path, broken)

@@ -344,7 +344,9 @@ HOLES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("machine", "hole"), HOLES)
+@pytest.mark.parametrize(
+    ("machine", "hole"), HOLES, ids=[f"{machine.__name__} {hole.__name__}" for machine, hole in HOLES]
+)
 def test_the_machine_finds_a_hole(machine: type[Machine], hole: Callable[[], ExitStack]) -> None:
     """The remedy of one of those that were found by reading is taken out, and with it nothing is found."""
     run_state_machine_as_test(machine, settings=QUICK)
