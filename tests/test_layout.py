@@ -82,7 +82,7 @@ ARROWS = {
         "cluster": {"config", "formatting"},
         "export": {"arrow_cast", "config", "formatting", "store"},
         "report": {"cluster", "config", "formatting", "store"},
-        "stages": {"cluster", "fault_injection", "openai_format", "schema"},
+        "stages": {"cluster", "fault_injection", "openai_format", "schema", "store"},
         "bench": {"cluster", "config", "demo", "formatting", "service"},
         "estimate": {"cluster", "config", "formatting", "input", "stages", "store"},
         "input": {"arrow_cast", "config", "formatting", "json_size", "openai_format", "schema"},

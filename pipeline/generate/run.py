@@ -109,6 +109,9 @@ def finish_run(planned: PlannedRun, state: RunState, lease: Lease, log: Log) -> 
     lease.check()
     fault_point("leaving")
     folder.release(session["id"])
+    for name in folder.quarantine_files():  # those rows are in data/ by now
+        lease.check()
+        folder.remove(name)
     state.pop("known", None)
     folder.write_state(
         state | {"state": "finished", "report": report}, lease.check

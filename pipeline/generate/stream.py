@@ -28,6 +28,7 @@ from pipeline.report.collector import start_collector
 from pipeline.stages.attempt_tracker import start_attempt_tracker
 from pipeline.stages.work_stealing import start_steal_queue
 from pipeline.store.lease import Lease
+from pipeline.store.quarantine import Quarantine, read_quarantine, write_quarantine
 from pipeline.store.row_writer import RunSink
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import RunState
@@ -46,7 +47,12 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
     is_retry = work.subfolder != "data"  # its rows have failed already, so their number cannot grow
     max_failures = math.inf if is_retry else early_limit(planned.config.limits.max_failed_rows, planned.input.num_rows)
     failed = 0 if is_retry else folder.count_rows("failed")
-    helpers = _start_helpers(planned, work, spec, session, max_failures, failed)
+    sessions = [] if is_retry else [one["id"] for one in state["sessions"]]  # a retry tries such rows again
+    quarantine = read_quarantine(folder, sessions, planned.config.limits.max_row_attempts)
+    if quarantine.rows or quarantine.prompts:
+        found = f"{count(len(quarantine.rows), 'row')} and {count(len(quarantine.prompts), 'prompt')}"
+        log(f"quarantine: {found} killed workers in earlier sessions, and are not tried again")
+    helpers = _start_helpers(planned, work, spec, session, max_failures, failed, quarantine)
     try:
         check_budget(failed, max_failures)
         sink = _make_sink(spec, folder, session, work)
@@ -132,12 +138,21 @@ def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -
 
 
 def _start_helpers(
-    planned: PlannedRun, work: Work, spec: PipelineSpec, session: str, max_failures: float, failed: int
+    planned: PlannedRun,
+    work: Work,
+    spec: PipelineSpec,
+    session: str,
+    max_failures: float,
+    failed: int,
+    quarantine: Quarantine,
 ) -> HelperActors:
     folder, actors = planned.folder, planned.config.actors
+    save = partial(write_quarantine, folder, session)
     return HelperActors(
         start_collector(folder.filesystem, folder.root, session, work.num_left),
-        start_attempt_tracker(planned.config.limits.max_row_attempts, spec.window_rows, max_failures, failed),
+        start_attempt_tracker(
+            planned.config.limits.max_row_attempts, spec.window_rows, max_failures, failed, quarantine, save
+        ),
         start_steal_queue() if actors.share_leftovers and planned.pool.max_size > 1 else None,
     )
 

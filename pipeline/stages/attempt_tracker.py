@@ -8,6 +8,11 @@ tracker gives them back in halves that are decoded separately, so that every dea
 answers of parts that went well are kept until the window is done. A row that was alone in `max_row_attempts` deaths is
 quarantined. One poison row costs at most log2(window) + `max_row_attempts` deaths.
 
+Rows that have the prompt and the sampling of a quarantined row, but for the seed, are probably poison too: the samples
+of one prompt for instance. If another of them kills its worker alone, all of them are quarantined, so that a poison
+prompt costs two deaths more than a poison row, however many rows have it. If one of them is decoded, the prompt is not
+what kills, and each row is tried for itself. What is found is saved at once, for the next session of the run.
+
 Not every death is the row's fault. Deaths together with their node do not count, and neither do deaths while
 repeating a row that already succeeded. Such a row is the control: it is decoded first whenever a suspect is tried
 alone, so that a worker that crashes on any input is recognised first. Where no such row is known, the control is a
@@ -26,6 +31,7 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.cluster.pool import on_this_node
+from pipeline.store.quarantine import Finding, Quarantine
 
 if TYPE_CHECKING:  # the tracker's process needs no torch
     from actors.generator import Answer
@@ -110,8 +116,11 @@ class AttemptTracker:
         max_failures: float,
         failed: int = 0,
         node_is_gone: Callable[[str], bool] = lambda node_id: False,
+        earlier: Quarantine | None = None,
+        save: Callable[[Quarantine], None] = lambda quarantine: None,
     ) -> None:
-        """`failed`: rows that failed in earlier sessions; `max_failures`: rows that may fail in all."""
+        """`failed`: rows that failed in earlier sessions; `max_failures`: rows that may fail in all. `earlier`: what
+        earlier sessions found; `save` gets what this one has found, whenever that changes."""
         self._max_row_attempts = max_row_attempts
         isolation = math.ceil(math.log2(max(window_rows, 1))) + max_row_attempts
         self._max_consecutive_deaths = max(MIN_CONSECUTIVE_DEATHS, 2 * isolation)
@@ -121,6 +130,10 @@ class AttemptTracker:
         self._suspect_parts: dict[str, tuple[str, ...]] = {}  # suspect -> the rows it is decoded with
         self._deaths: dict[str, list[Death]] = {}  # suspect -> deaths while it was decoded alone
         self._shared_deaths: dict[str, int] = {}  # suspect -> the number of deaths while it was decoded with others
+        self._prompts: dict[str, str] = {}  # row that is being decoded -> key of its prompt
+        self._killers: dict[str, list[str]] = {}  # prompt -> rows over which a worker died while it decoded them alone
+        self._cleared: set[str] = set()  # prompts of suspects of which one was decoded
+        self._earlier, self._found, self._save = earlier or Quarantine(), Quarantine(), save
         self._answers: dict[str, Answer] = {}  # answers of rows in windows that contain a suspect
         self._failed: dict[str, int] = {}  # window -> failed rows: a repeated window counts once
         self._num_failed = failed  # including those of earlier sessions
@@ -143,11 +156,15 @@ class AttemptTracker:
         self.worker_idle(name)
         self._workers[name].start_deaths = 0
 
-    def plan_window(self, name: str, ids: Sequence[str]) -> WindowPlan | str:
-        """How the worker is to decode these rows; or, as a text, why the run is to stop."""
+    def plan_window(self, name: str, ids: Sequence[str], prompts: Sequence[str] = ()) -> WindowPlan | str:
+        """How the worker is to decode these rows; or, as a text, why the run is to stop.
+
+        `prompts`: for each row a key of its prompt and sampling, without the seed; none if no two rows share one.
+        """
         if self._verdict is not None:
             return self._verdict["reason"]
-        quarantined = {row: self._describe_deaths(row) for row in ids if self._is_quarantined(row)}
+        self._prompts |= zip(ids, prompts or ids, strict=True)
+        quarantined = self._find_quarantined(ids)
         answers = {row: self._answers[row] for row in ids if row in self._answers}
         left = [row for row in ids if row not in quarantined and row not in answers]
         suspects = [row for row in left if row in self._suspect_parts]
@@ -170,6 +187,9 @@ class AttemptTracker:
         worker = self._workers[name]
         worker.consecutive_deaths = 0
         for row in worker.part:
+            prompt = self._prompts.get(row, row)
+            if row in self._suspect_parts or prompt in self._killers:
+                self._cleared.add(prompt)
             for known in (self._suspect_parts, self._deaths, self._shared_deaths):
                 known.pop(row, None)
         worker.part = ()
@@ -185,6 +205,7 @@ class AttemptTracker:
         self.worker_idle(name)
         for row in ids:
             self._answers.pop(row, None)
+            self._prompts.pop(row, None)
         before = self._failed.get(window, 0)
         if failed != before:
             self._num_failed += failed - before
@@ -231,6 +252,9 @@ class AttemptTracker:
         if len(part) == 1 and part[0] not in self._answers:  # a row decoded fine before is no suspect
             self._suspect_parts[part[0]] = part
             self._deaths.setdefault(part[0], []).append(Death(worker.process, worker.exit_reason))
+            killers = self._killers.setdefault(self._prompts.get(part[0], part[0]), [])
+            if part[0] not in killers:
+                killers.append(part[0])
         elif len(part) > 1:
             middle = len(part) // 2
             for half in (part[:middle], part[middle:]):
@@ -256,17 +280,52 @@ class AttemptTracker:
     def _deaths_that_count(self, row: str) -> list[Death]:
         return [death for death in self._deaths.get(row, ()) if not self._node_is_gone(death.process.node_id)]
 
-    def _is_quarantined(self, row: str) -> bool:
-        return row in self._deaths and len(self._deaths_that_count(row)) >= self._max_row_attempts
+    def _find_quarantined(self, ids: Sequence[str]) -> dict[str, str]:
+        """Those of the rows that must not be decoded again, and why. Saves what is new."""
+        planned, asked = set(ids), {self._prompts[row] for row in ids}
+        rows = {row: finding for row in ids if row in self._deaths and (finding := self._finding(row))}
+        prompts = {prompt: finding for prompt in asked if (finding := self._finding_of_prompt(prompt))}
+        found = Quarantine(
+            {row: finding for row, finding in self._found.rows.items() if row not in planned} | rows,
+            {prompt: finding for prompt, finding in self._found.prompts.items() if prompt not in asked} | prompts,
+        )
+        if found != self._found:
+            self._found = found
+            self._save(found)
+        quarantined = {}
+        for row in ids:
+            for known in (found, self._earlier):
+                if finding := known.rows.get(row) or known.prompts.get(self._prompts[row]):
+                    quarantined[row] = finding.reason
+                    break
+        return quarantined
 
-    def _describe_deaths(self, row: str) -> str:
+    def _finding_of_prompt(self, prompt: str) -> Finding | None:
+        """The reason to quarantine all rows with this prompt: one of them is, and another one has killed a worker, too.
+
+        None if one of them was decoded.
+        """
+        killers = self._killers.get(prompt, ())
+        if len(killers) < 2 or prompt in self._cleared:
+            return None
+        finding = next(filter(None, map(self._finding, killers)), None)
+        if finding is None:
+            return None
+        reason = f"a row with the same prompt and sampling is quarantined: {finding.reason}"
+        return Finding(finding.num_deaths, reason)
+
+    def _finding(self, row: str) -> Finding | None:
+        """The reason to quarantine a row for its own deaths; None if there were too few."""
         deaths = self._deaths_that_count(row)
+        if len(deaths) < self._max_row_attempts:
+            return None
         shared = self._shared_deaths.get(row, 0)
-        return (
+        reason = (
             f"its worker died {len(deaths)} times while decoding this row alone: {', '.join(map(str, deaths))}"
             + (f"; {shared} times before with other rows" if shared else "")
             + "; raise limits.max_row_attempts if the row is not at fault"
         )
+        return Finding(len(deaths), reason)
 
     def _check_budget(self) -> None:
         if self._num_failed > self._max_failures and self._verdict is None:
@@ -288,7 +347,14 @@ def node_is_gone(node_id: str) -> bool:
     return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
 
 
-def start_attempt_tracker(max_row_attempts: int, window_rows: int, max_failures: float, failed: int) -> ActorHandle:
+def start_attempt_tracker(
+    max_row_attempts: int,
+    window_rows: int,
+    max_failures: float,
+    failed: int,
+    earlier: Quarantine | None = None,
+    save: Callable[[Quarantine], None] = lambda quarantine: None,
+) -> ActorHandle:
     """An actor on this node. If it is lost, so is the driver's node, and the run ends."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(AttemptTracker)
-    return actor.remote(max_row_attempts, window_rows, max_failures, failed, node_is_gone)
+    return actor.remote(max_row_attempts, window_rows, max_failures, failed, node_is_gone, earlier, save)

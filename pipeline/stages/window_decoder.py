@@ -14,10 +14,13 @@ rows are suspects.
 In all cases the tracker is told of rows before and after they are decoded.
 """
 
+import hashlib
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import cast
 
 import ray
@@ -69,7 +72,8 @@ class WindowDecoder:
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """One answer per request, in order, decoded as the attempt tracker plans it. StopRun when it ends the run."""
         by_id = {request.id: request for request in requests}
-        plan: WindowPlan | str = ray.get(self.attempts.plan_window.remote(self.worker, list(by_id)))
+        keys = [prompt_key(request) for request in by_id.values()]
+        plan: WindowPlan | str = ray.get(self.attempts.plan_window.remote(self.worker, list(by_id), keys))
         if isinstance(plan, str):
             raise StopRun(plan)
         quarantined = {row: RowFailure(POISON_ROW, why) for row, why in plan.quarantined.items()}
@@ -219,6 +223,14 @@ class WindowDecoder:
                 {"started_at": started_at, "ended_at": time.time(), "rows": rows, "failed": failed, "window": number},
                 batches,
             )
+
+
+def prompt_key(request: Request) -> str:
+    """The same for requests that differ in nothing but id and seed, as the samples of a prompt do."""
+    digest = hashlib.blake2b(array("i", request.prompt_tokens).tobytes(), digest_size=16)
+    rest = replace(request, id="", prompt_tokens=[], sampling=replace(request.sampling, seed=0))
+    digest.update(repr(rest).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def longest_first(batches: Sequence[Sequence[Request]]) -> list[Sequence[Request]]:

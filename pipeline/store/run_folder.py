@@ -29,14 +29,18 @@ OURS = ("data", "checkpoint", "metrics", "report.json", "report.html", *BATCH_FI
 LEASE = "lease.json"
 STATUSES = ("ok", "failed")
 SESSION = "[0-9a-f]{12}"
+QUARANTINE = "quarantine-{}.json"
+"""A file of each session that found rows which kill workers (`quarantine`)."""
+IS_QUARANTINE = re.compile(rf"quarantine-{SESSION}\.json")
 TEMPORARY = re.compile(
-    r"(run\.json|lease\.json|report\.json|report\.html|batch_output\.jsonl|batch_errors\.jsonl)(\.\w+)?\.(tmp|gone)"
+    r"(run\.json|lease\.json|report\.json|report\.html|batch_output\.jsonl|batch_errors\.jsonl"
+    rf"|{IS_QUARANTINE.pattern})(\.\w+)?\.(tmp|gone)"
 )
 """Temporary files that a process leaves behind when it is killed while replacing a file."""
 KNOWN_NAMES = re.compile(
     rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
     rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})(-\d+){{1,3}}\.parquet"
-    rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{TEMPORARY.pattern}"
+    rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{IS_QUARANTINE.pattern}|{TEMPORARY.pattern}"
 )
 """The files of a finished run."""
 IDS = b"skipdecode.ids"
@@ -165,7 +169,7 @@ class RunFolder:
         session's files. On a disk, files are first moved to a folder that the next `fence` removes as well; elsewhere
         they are listed before the check, and only those are deleted.
         """
-        names = [name for name in OURS if name not in ("checkpoint", "run.json")]
+        names = [*(name for name in OURS if name not in ("checkpoint", "run.json")), *self.quarantine_files()]
         if not self.is_local:
             for name in names:
                 self._remove_listed(name, check)
@@ -268,6 +272,9 @@ class RunFolder:
         selector = pafs.FileSelector(self.path("checkpoint"), allow_not_found=True, recursive=True)
         if all(self.name(info.path) == STAGING for info in self.filesystem.get_file_info(selector)):
             self.remove("checkpoint")
+
+    def quarantine_files(self) -> list[str]:
+        return [name for name in self._names() if IS_QUARANTINE.fullmatch(name)]
 
     def remove_empty(self, check: Callable[[], None], log: Log = lambda _: None) -> list[str]:
         """Removes data files of zero bytes, which an interrupted upload may leave, and returns their paths. `check` is

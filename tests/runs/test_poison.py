@@ -1,11 +1,13 @@
 """Rows that kill their worker, in whole runs: real segmentation faults in real worker processes."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import command, environment, hits, rows, run, write_prompts
+from tests.support.processes import command, environment, hits, rows, run, start, wait_for, write_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,3 +32,26 @@ def test_a_poison_row_is_quarantined_and_its_neighbours_are_generated(tiny_check
     whole, ok = rows(tmp_path / "whole"), rows(tmp_path / "run", "ok")
     assert whole.keys() == ok.keys() | {"r117"}
     assert {row: whole[row] for row in ok} == ok
+
+
+@pytest.mark.slow
+def test_samples_of_a_poison_prompt_fail_together_and_a_resume_knows_them(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    source, output = write_prompts(tmp_path / "in.jsonl", 40), tmp_path / "run"
+    fixed = ["sampling.n=8", "sampling.temperature=0.9", "limits.max_row_attempts=2", "limits.max_failed_rows=1.0"]
+    faults = {f"decode r11-{sample}": {"signal": "SIGSEGV", "times": 100} for sample in range(8)}
+    line = command(tiny_checkpoint, source, output, *fixed)
+    driver = start(line, environment(faults, tmp_path))
+    wait_for(lambda: any('prompts": {\n' in path.read_text() for path in output.glob("quarantine-*.json")), driver)
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.communicate()
+    deaths = len(hits(tmp_path))
+    assert deaths <= 3 + 2 + 2, "log2(window) + max_row_attempts, and two for the prompt"
+    resumed = run([*line, "--resume"], environment(faults, tmp_path))
+    assert resumed.returncode == 0, resumed.stderr
+    assert "killed workers in earlier sessions, and are not tried again" in resumed.stderr
+    assert rows(output, "failed").keys() == {f"r11-{sample}" for sample in range(8)}
+    assert len(rows(output, "ok")) == 39 * 8
+    assert len(hits(tmp_path)) == deaths
+    assert not list(output.glob("quarantine-*")), "a finished run has no use for them"

@@ -7,11 +7,13 @@ test_poison.py.
 import math
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
 from actors.generator import Answer
 from pipeline.stages.attempt_tracker import MAX_START_DEATHS, AttemptTracker, WindowPlan, WorkerProcess
+from pipeline.store.quarantine import Quarantine
 from skipdecode.engine.results import Completion
 
 
@@ -26,15 +28,22 @@ def answer(row: str) -> Answer:
 class Simulation:
     """One worker that takes a window again and again, as Ray repeats its task, until it comes through."""
 
-    def __init__(self, attempts: AttemptTracker, poison: set[str], is_broken: bool = False) -> None:
-        self.attempts, self.poison, self.is_broken = attempts, poison, is_broken
+    def __init__(
+        self,
+        attempts: AttemptTracker,
+        poison: set[str],
+        is_broken: bool = False,
+        prompt_of: Callable[[str], str] = lambda row: row,
+    ) -> None:
+        """`prompt_of`: the key of a row's prompt."""
+        self.attempts, self.poison, self.is_broken, self.prompt_of = attempts, poison, is_broken, prompt_of
         self.deaths = self.decoded = 0
         self.stop = attempts.worker_starting("w", process(0))
         attempts.worker_ready("w")
 
     def window(self, ids: list[str]) -> tuple[dict[str, Answer], dict[str, str]]:
         while self.stop is None:
-            plan = self.attempts.plan_window("w", ids)
+            plan = self.attempts.plan_window("w", ids, [self.prompt_of(row) for row in ids])
             assert isinstance(plan, WindowPlan)
             answers = self.attempt(plan)
             if answers is not None:
@@ -245,6 +254,76 @@ def test_exit_reasons_are_kept_and_workers_described() -> None:
     assert isinstance(plan, WindowPlan)
     assert "host pid 7 (AcceleratorError: device-side assert)" in plan.quarantined["r0"]
     assert "pid 8, waiting for 0 s, started 2 times" in attempts.describe()[0]
+
+
+def samples(first: int, count: int) -> Callable[[str], str]:
+    """Rows from `first` on are `count` samples of one prompt; each other row has a prompt of its own."""
+    return lambda row: "the prompt" if first <= int(row[1:]) < first + count else row
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 64, 512])
+def test_a_poison_prompt_costs_few_deaths_however_many_samples_it_has(count: int) -> None:
+    first = min(300, 512 - count)
+    twins = {f"r{row}" for row in range(first, first + count)}
+    worker = Simulation(AttemptTracker(3, 512, 1000.0), twins, prompt_of=samples(first, count))
+    answers, quarantined = worker.window(ids(512))
+    assert quarantined.keys() == twins
+    assert answers.keys() == set(ids(512)) - twins
+    assert worker.deaths <= math.log2(512) + 3 + 2
+    reasons = set(quarantined.values())
+    assert sum("with the same prompt and sampling" in reason for reason in reasons) == (count > 1)
+    later = [f"r{row}" for row in range(first, first + count)]
+    before = worker.deaths
+    assert worker.window(later)[1].keys() == twins
+    assert worker.deaths == before, "samples in other windows fail without another death"
+
+
+def test_a_prompt_of_which_a_sample_is_decoded_is_not_to_blame() -> None:
+    """Some bugs need a certain answer: the other samples are generated."""
+    for poison in ({"r0"}, {"r5"}, {"r0", "r1"}, {"r2", "r5"}):
+        worker = Simulation(AttemptTracker(3, 16, 1000.0), poison, prompt_of=samples(0, 16))
+        answers, quarantined = worker.window(ids(16))
+        if poison != {"r0", "r1"}:  # the first two that are tried alone, with nothing decoded yet
+            assert quarantined.keys() == poison
+            assert answers.keys() == set(ids(16)) - poison
+
+
+def test_another_session_does_not_look_for_what_was_found() -> None:
+    saved: list[Quarantine] = []
+    tracker = AttemptTracker(3, 64, 1000.0, save=saved.append)
+    first = Simulation(tracker, set(ids(8)) | {"r20"}, prompt_of=samples(0, 8))
+    _, quarantined = first.window(ids(64))
+    assert quarantined.keys() == set(ids(8)) | {"r20"}
+    assert saved[-1].prompts.keys() == {"the prompt"}
+    assert "r20" in saved[-1].rows
+    second = Simulation(AttemptTracker(3, 64, 1000.0, earlier=saved[-1]), first.poison, prompt_of=first.prompt_of)
+    answers, quarantined = second.window(ids(64))
+    assert quarantined.keys() == set(ids(8)) | {"r20"}
+    assert len(answers) == 64 - 9
+    assert second.deaths == 0
+
+
+def test_a_row_that_was_decoded_before_is_never_a_suspect() -> None:
+    """As the control it may see its worker die more often than a row may."""
+    worker = Simulation(AttemptTracker(2, 4, 1000.0), {"r3"})
+    window = ids(4)
+    while True:
+        plan = worker.attempts.plan_window("w", window)
+        assert isinstance(plan, WindowPlan)
+        if plan.answers and len(plan.parts[0]) == 1 and plan.parts[0][0] in plan.answers:
+            break
+        assert worker.attempt(plan) is None
+        worker.attempts.worker_starting("w", process(1))
+        worker.attempts.worker_ready("w")
+    (control,) = plan.parts[0]
+    for number in range(4):  # of something else, while it decodes the control
+        worker.attempts.worker_starting("w", process(number))
+        worker.attempts.worker_ready("w")
+        plan = worker.attempts.plan_window("w", window)
+        assert isinstance(plan, WindowPlan)
+        assert control not in plan.quarantined
+        assert control in plan.answers
+        assert plan.parts[0] == (control,)
 
 
 def test_the_budget_is_looked_at_in_no_time_however_many_windows_have_failed() -> None:

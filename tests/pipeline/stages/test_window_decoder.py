@@ -4,6 +4,7 @@ Handles are stood in for by direct calls. Deaths of real processes are in test_p
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from actors.generator import RowFailure, WindowResult
 from pipeline.cluster.worker_records import WindowRecord
 from pipeline.stages import window_decoder
 from pipeline.stages.attempt_tracker import AttemptTracker, StopRun, WorkerProcess
-from pipeline.stages.window_decoder import WindowDecoder
+from pipeline.stages.window_decoder import WindowDecoder, prompt_key
 from pipeline.stages.work_stealing import StealQueue
+from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
@@ -106,6 +108,31 @@ def test_a_row_that_kills_its_worker_is_quarantined_and_the_others_are_answered_
     assert len(good) - len(set(good)) <= deaths, "but for controls no row is decoded twice"
     assert sum(window["rows"] for window in told) == 8, "each row is told of once"
     assert sum(window["failed"] for window in told) == 1
+
+
+def test_samples_of_a_prompt_have_one_key() -> None:
+    request = Request("r0-0", [2, 3], Sampling(temperature=1.0, seed=1))
+    key = prompt_key(request)
+    assert prompt_key(replace(request, id="r0-1", sampling=replace(request.sampling, seed=2))) == key
+    others = [
+        replace(request, prompt_tokens=[2, 4]),
+        replace(request, sampling=replace(request.sampling, temperature=0.5)),
+        replace(request, score_prompt=True),
+    ]
+    assert len({key, *map(prompt_key, others)}) == 4
+
+
+def test_a_poison_prompt_fails_all_its_samples_soon() -> None:
+    attempts, deaths = AttemptTracker(2, 8, 100.0), 0
+    wanted = [Request(f"r{row}", [2] * 3, Sampling(temperature=1.0, seed=row)) for row in range(8)]
+    while True:
+        try:
+            answers = Worker("w", attempts, FakeModel([request.id for request in wanted])).decoder.answer(wanted)
+            break
+        except Died:
+            deaths += 1
+    assert tokens(answers) == ["poison_row"] * 8
+    assert deaths <= 3 + 2 + 2
 
 
 def test_the_trackers_verdict_ends_the_run() -> None:
