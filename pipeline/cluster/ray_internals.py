@@ -6,6 +6,7 @@ else in the packages names them. Left out: what they are used for.
 
 import json
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -150,16 +151,19 @@ def run_to_end(dataset: Dataset) -> None:
         pass
 
 
-def number_of_task() -> tuple[int, int]:
-    """(task, call): the number of this task of Ray Data in its stage, and how often this was asked in it before.
+def number_of_task() -> tuple[int, int, str]:
+    """(task, call, attempt): the number of this task of Ray Data in its stage, how often this was asked in it before,
+    and a name of this attempt at the task.
 
-    In a task only: the functions of an actor run in another thread. The same in the same order when Ray repeats it.
+    In a task only: the functions of an actor run in another thread. When Ray repeats a task, the numbers are the same
+    in the same order, and the attempt is another.
     """
     context = TaskContext.get_current()
     assert context is not None, "only tasks of Ray Data have a number"
     earlier: int = context.kwargs.get("numbers_taken", 0)
     context.kwargs["numbers_taken"] = earlier + 1
-    return context.task_idx, earlier
+    attempt: str = context.kwargs.setdefault("attempt", uuid.uuid4().hex[:8])
+    return context.task_idx, earlier, attempt
 
 
 def job_env_vars() -> dict[str, str]:

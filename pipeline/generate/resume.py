@@ -68,7 +68,8 @@ def refuse_unattributed(folder: RunFolder, state: RunState) -> None:
 
 
 def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], log: Log) -> None:
-    """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it.
+    """Deletes files that writers of earlier sessions added after the last session of `state` had begun, or ended it,
+    and those of repeated tasks whose rows another attempt has written.
 
     Only files of sessions that `state` lists are removed: this process may have been suspended, and another session may
     be at work by now. `check` is called before each step.
@@ -78,4 +79,4 @@ def remove_late(folder: RunFolder, state: RunState, check: Callable[[], None], l
     for path in late:
         check()
         folder.remove(folder.name(path))
-        log(f"{path}: removed; a writer of an earlier session was late, and its rows are made again")
+        log(f"{path}: removed; its writer was late, and another has made its rows or makes them again")

@@ -158,7 +158,10 @@ def _commit(
 ) -> None:
     """Puts the new rows and the failed ones that were not tried in place of the files `failed`."""
     subfolder, session = _retry_folder(state), state["sessions"][-1]
-    ok, still_failed = folder.count_rows("ok", subfolder), folder.count_rows("failed", subfolder)
+    made = folder.one_attempt_each([path for status in STATUSES for path in folder.data_files(status, subfolder)])
+    rows = {name: int(count) for name, (count, _) in folder.read_files(made).items()}
+    ok = sum(count for name, count in rows.items() if "/status=ok/" in name)
+    still_failed = sum(rows.values()) - ok
     assert ok + still_failed == total, f"{total} rows were tried, {ok} good and {still_failed} failed came back"
     for number, path in enumerate(failed):
         table = pq.read_table(path, filesystem=folder.filesystem, partitioning=None)
@@ -167,11 +170,8 @@ def _commit(
             name = f"{subfolder}/status=failed/rest-{session['id']}-{number:06d}.parquet"
             rest = rest.replace_schema_metadata(id_metadata(sum_outputs(rest)))
             write_whole(folder.filesystem, folder.root, name, rest, session["id"])
-    moves = [
-        [f"{subfolder}/status={status}/{name}", f"data/status={status}/{name}"]
-        for status in STATUSES
-        for name in (path.rpartition("/")[2] for path in folder.data_files(status, subfolder))
-    ]
+            rows[name] = rest.num_rows
+    moves = [[name, f"data{name.removeprefix(subfolder)}"] for name in sorted(rows)]
     record: RetryState = {
         "session": session["id"],
         "at": time.time(),

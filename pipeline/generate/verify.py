@@ -96,7 +96,8 @@ def _check_state(folder: RunFolder, state: RunState, problems: Problems) -> None
 
 def _files_since(folder: RunFolder, state: RunState) -> list[str]:
     """Data files that do not belong to the run: they came late, or no session of it wrote them."""
-    late = [f"{path}: of an earlier session, came late; --resume removes it" for path in folder.late_files(state)]
+    reason = "its writer was late, and its rows are those of another session or attempt; --resume removes it"
+    late = [f"{path}: {reason}" for path in folder.late_files(state)]
     unknown = folder.unattributed_files(state)
     return [*late, *(f"{path}: no session of this run wrote it; move it away" for path in unknown)]
 

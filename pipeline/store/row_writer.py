@@ -1,11 +1,12 @@
 """Writes rows: the finished rows of a task become one file per status, with a temporary name until it is complete.
 
 The data files are the record of what is done: a visible file is complete, and its ids are done. Names follow from the
-session and the task, and a task that Ray repeats adds only what its earlier attempt has not written. On a disk, files
-are moved there from the session's staging folder, which only the driver creates: once `RunFolder.fence` has removed it,
-a writer that outlived its session cannot add a file. Writers never delete one, since a store lets nobody look at the
-lease and delete in one step. Ray's `write_parquet` is not used, since it leaves a torn file when a task is killed, and
-all of Ray's writers keep their results for every block in the driver until the end.
+session, the task and the attempt at the task. An attempt writes all rows of its task, since it cannot know what another
+one still writes; the files of one attempt count, and the session removes those of others (`RunFolder.run_files`). On a
+disk, files are moved there from the session's staging folder, which only the driver creates: once `RunFolder.fence` has
+removed it, a writer that outlived its session cannot add a file. Writers delete and replace none, since a store lets
+nobody look at the lease and delete in one step. Ray's `write_parquet` is not used, since it leaves a torn file when a
+task is killed, and all of Ray's writers keep their results for every block in the driver until the end.
 """
 
 import errno
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 
 from pipeline.arrow_cast import with_schema
 from pipeline.fault_injection import fault_point
-from pipeline.schema import ID, STATUS
+from pipeline.schema import STATUS
 from pipeline.store.atomic_files import make_folder, put, sync
 from pipeline.store.lease import read_lease
 from pipeline.store.run_folder import STAGING, STATUSES, RunFolder, id_metadata
@@ -57,13 +58,13 @@ class RunSink:
         self,
         table: pa.Table,
         finish: Callable[[pa.Table], pa.Table],
-        number_of_task: Callable[[], tuple[int, int]],
+        number_of_task: Callable[[], tuple[int, int, str]],
         unpack: Callable[[pa.Table], pa.Table] | None = None,
     ) -> pa.Table:
         """Unpacks, finishes and writes rows; returns no rows.
 
         The three are one stage because Ray cuts blocks between stages by their bytes, and a repeated task may get other
-        rows. `number_of_task`: the task's number, and how many files it has begun; the same when it is repeated.
+        rows. `number_of_task`: as `ray_internals.number_of_task`.
         """
         if unpack is not None:
             if not table.num_rows:
@@ -72,55 +73,24 @@ class RunSink:
         parts = range(0, max(table.num_rows, 1), FINISHED_AT_ONCE)
         finished = pa.concat_tables([finish(table.slice(at, FINISHED_AT_ONCE)) for at in parts])
         if finished.num_rows:
-            task, batch = number_of_task()
-            self.write(finished, f"{task:06d}-{batch:03d}")
+            task, batch, attempt = number_of_task()
+            self.write(finished, f"{task:06d}-{batch:03d}-{attempt}")
         return finished.select([STATUS]).slice(0, 0)
 
     def write(self, table: pa.Table, name: str) -> None:
-        """Writes one file per status. Rows that an earlier attempt at the same task has written stay as they are, also
-        those that this attempt would put on the other side.
-
-        Two attempts that run at the same time, because Ray believes one of them dead, write the same rows under the
-        same name. Only if a row also changes sides between them can it be in both files or in neither; then the books
-        do not close.
-        """
-        written, taken = self._earlier_attempts(name)
-        if written:
-            table = table.filter(pa.array([key not in written for key in self._keys(table)], pa.bool_()))
+        """Writes one file per status; `name` is unique in the stream."""
         for status in STATUSES:
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
             if rows.num_rows:
                 ids = {} if self.row_keys is None else id_metadata(sum(self.row_keys(rows)))
                 rows = with_schema(rows, self.schema).replace_schema_metadata(ids)
+                path = f"{self.subfolder}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
                 try:
-                    write_whole(self.filesystem, self.root, self._path(status, name, taken[status]), rows, self.session)
+                    write_whole(self.filesystem, self.root, path, rows, self.session)
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
                     raise NoSpaceLeft(error.errno, str(error)) from error
-
-    def _path(self, status: str, name: str, number: int) -> str:
-        """The name of a file in the run folder; `number`: how many an earlier attempt at the task has written."""
-        suffix = f"-{number}" if number else ""
-        return f"{self.subfolder}/status={status}/part-{self.session}-{self.stream}-{name}{suffix}.parquet"
-
-    def _earlier_attempts(self, name: str) -> tuple[frozenset[int | str], dict[str, int]]:
-        """Keys of the rows that earlier attempts at a task have written, and the number of their files by status."""
-        keys: list[int | str] = []
-        taken = dict.fromkeys(STATUSES, 0)
-        for status in STATUSES:
-            while self._has(path := f"{self.root}/{self._path(status, name, taken[status])}"):
-                keys += self._keys(pq.read_table(path, filesystem=self.filesystem, partitioning=None))
-                taken[status] += 1
-        return frozenset(keys), taken
-
-    def _keys(self, table: pa.Table) -> Sequence[int | str]:
-        ids: list[str] = table[ID].to_pylist()
-        return ids if self.row_keys is None else self.row_keys(table)
-
-    def _has(self, path: str) -> bool:
-        info = self.filesystem.get_file_info(path)
-        return bool(info.type == pafs.FileType.File and info.size)  # an upload that was cut off may leave an empty one
 
 
 def check_session(filesystem: pafs.FileSystem, root: str, session: str) -> None:

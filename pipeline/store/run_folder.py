@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, cast
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -39,10 +40,12 @@ TEMPORARY = re.compile(
 """Temporary files that a process leaves behind when it is killed while replacing a file."""
 KNOWN_NAMES = re.compile(
     rf"run\.json|report\.json|report\.html|{re.escape(LEASE)}|batch_output\.jsonl|batch_errors\.jsonl"
-    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}|rest-{SESSION})(-\d+){{1,3}}\.parquet"
+    rf"|data/status=(ok|failed)/(part-{SESSION}-[0-9a-f]{{6}}(-\d+){{1,3}}(-[0-9a-f]{{8}})?|rest-{SESSION}-\d+)\.parquet"
     rf"|metrics/(batches|windows|workers)-{SESSION}-\d+\.parquet|{IS_QUARANTINE.pattern}|{TEMPORARY.pattern}"
 )
 """The files of a finished run."""
+ATTEMPT = re.compile(r"(part-[^-]+-[^-]+-\d+)-\d+-([^-.]+)\.parquet")
+"""The name of a data file: the task that wrote it, and its attempt at that task."""
 IDS = b"skipdecode.ids"
 """The key of the sum of the digests of the rows' ids, modulo 2^128, in hex."""
 STAGING = "checkpoint/staging"  # a folder per session, for files that are not whole yet
@@ -305,14 +308,40 @@ class RunFolder:
         return [path for status in STATUSES for path in self.data_files(status)]
 
     def run_files(self, state: RunState, statuses: Sequence[str] = STATUSES) -> list[str]:
-        """Paths of the data files that belong to the run of `state`, status by status (`counts_file`)."""
+        """Paths of the data files that belong to the run of `state` (`counts_file`), of one attempt at each task."""
         counts = counts_file(state)
-        return [path for status in statuses for path in self.data_files(status) if counts(self.name(path))]
+        own = self.one_attempt_each([path for path in self.all_data_files() if counts(self.name(path))])
+        return [path for status in statuses for path in own if f"/status={status}/" in path]
 
     def late_files(self, state: RunState) -> list[str]:
-        """Paths of data files that do not belong to the run, of sessions of the run or before it: they came late."""
-        counts, sessions = counts_file(state), _sessions(state)
-        return [p for p in self.all_data_files() if writer_of(p) in sessions and not counts(self.name(p))]
+        """Paths of data files of known sessions that do not belong to the run: an earlier session wrote them late, or
+        another attempt at the same task has the rows."""
+        own, sessions = set(self.run_files(state)), _sessions(state)
+        return [path for path in self.all_data_files() if writer_of(path) in sessions and path not in own]
+
+    def one_attempt_each(self, paths: Sequence[str]) -> list[str]:
+        """Leaves out the files of a task that was repeated, except for those of the attempt with the most rows.
+
+        Ray repeats a task whose worker it believes dead; that one may have written some of its files, or all, or may
+        still write them. The attempt that came to its end has all rows of the task.
+        """
+        attempts: dict[str, dict[str, list[str]]] = {}
+        for path in paths:
+            if found := ATTEMPT.search(path):
+                attempts.setdefault(found[1], {}).setdefault(found[2], []).append(path)
+        gone: set[str] = set()
+        for files in (files for files in attempts.values() if len(files) > 1):
+            rows = {attempt: sum(map(self._num_rows, its)) for attempt, its in files.items()}
+            kept = max(rows, key=lambda attempt: (rows[attempt], attempt))
+            gone.update(path for attempt, its in files.items() if attempt != kept for path in its)
+        return [path for path in paths if path not in gone]
+
+    def _num_rows(self, path: str) -> int:
+        """The rows of a data file; 0 where it is no whole Parquet file."""
+        try:
+            return int(read_footer(self.filesystem, path)[0])
+        except pa.ArrowInvalid:
+            return 0
 
     def unattributed_files(self, state: RunState) -> list[str]:
         """Paths of data files that do not belong to the run and were written by a session that `state` does not know,

@@ -109,7 +109,9 @@ class Repeat:
     after: int = 0
     """Steps."""
     is_alive: bool = False
-    """The process goes on. Otherwise it is dead indeed, and its rows change sides when they are made again."""
+    """The process goes on. Otherwise it is dead indeed. Rows change sides when they are made again."""
+    name: str = "00000000"
+    """Of this attempt. That of the next one is between it and "ffffffff"."""
 
 
 @dataclass(eq=False)
@@ -147,13 +149,13 @@ class Session:
             rows, name = left[start : start + PER_FILE], f"{number:06d}-000"
             failed = {rows[0]}
             if number == self.repeat.task:
-                first = self._start(partial(sink.write, finished(rows, failed, run), name))
+                first = self._start(partial(sink.write, finished(rows, failed, run), f"{name}-{self.repeat.name}"))
                 for _ in range(self.repeat.after):
                     self._wait(first, 1)
                 if not self.repeat.is_alive:
                     first.kill()
-                    failed = set(rows[1:])
-            writer = self._start(partial(sink.write, finished(rows, failed, run), name))
+                failed = set(rows[1:])
+            writer = self._start(partial(sink.write, finished(rows, failed, run), f"{name}-88888888"))
             self._wait(writer)
             if isinstance(writer.outcome, BaseException):
                 raise FileNotFoundError("a writer failed") from writer.outcome

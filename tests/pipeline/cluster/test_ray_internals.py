@@ -122,8 +122,9 @@ class Asked(InputPolicy):
 
 
 def number(table: pa.Table) -> pa.Table:
-    (first, at), (second, then) = number_of_task(), number_of_task()
+    (first, at, attempt), (second, then, same) = number_of_task(), number_of_task()
     assert (first, at, then) == (second, 0, 1)
+    assert attempt == same
     return table.append_column("task", pa.array([first] * table.num_rows))
 
 

@@ -40,7 +40,7 @@ def test_what_came_after_the_close_goes(root: Path) -> None:
     remove_late(RunFolder.open(str(root)), state_of("finished", files=known), lambda: None, notes.append)
     assert files(root) == {*known, part(SUCCESSOR, 0), part(SUCCESSOR, 1, "failed")}
     assert len(notes) == 2
-    assert all("a writer of an earlier session was late" in log for log in notes)
+    assert all("its writer was late" in log for log in notes)
 
 
 def test_what_came_after_the_last_session_began_goes(root: Path) -> None:

@@ -46,8 +46,9 @@ def table(ids: list[str], status: str = "ok") -> pa.Table:
 
 
 def files(folder: Path, status: str = "ok") -> dict[str, list[str]]:
-    """Ids by file, in the order of the names."""
-    paths = sorted((folder / f"data/status={status}").glob("*"))
+    """Ids by file, in the order of the names; of one attempt at each task."""
+    opened = RunFolder.open(str(folder))
+    paths = [Path(path) for path in opened.one_attempt_each(opened.all_data_files()) if f"/status={status}/" in path]
     return {path.name: pq.ParquetFile(path).read()["id"].to_pylist() for path in paths}
 
 
@@ -88,7 +89,7 @@ def test_a_task_with_several_batches_makes_a_file_of_each(tmp_path: Path) -> Non
     assert sorted(chain(*ok.values())) == sorted(f"row {n}" for n in range(30) if n % 3)
 
 
-def test_a_task_that_is_repeated_writes_no_row_again(tmp_path: Path) -> None:
+def test_a_task_that_is_repeated_counts_once(tmp_path: Path) -> None:
     """A process that dies when its file is there and nobody knows of it."""
     died = tmp_path / "died"
 
@@ -105,17 +106,8 @@ def test_a_task_that_is_repeated_writes_no_row_again(tmp_path: Path) -> None:
     assert died.exists()
     ok = files(tmp_path / "run")
     assert len(ok) == 3
+    assert len(list((tmp_path / "run/data/status=ok").iterdir())) == 4
     assert sorted(chain(*ok.values())) == sorted(f"row {n}" for n in range(30) if n % 3)
-
-
-def test_a_row_that_changes_sides_stays_where_it_was_first(tmp_path: Path) -> None:
-    sink = sink_into(tmp_path)
-    sink.write(table(["a", "b"]), "000000-000")
-    sink.write(table(["a", "b", "c"], "failed"), "000000-000")
-    sink.write(table(["b", "c", "d", "e"]), "000000-000")
-    assert list(files(tmp_path).values()) == [["d", "e"], ["a", "b"]]
-    assert list(files(tmp_path, "failed").values()) == [["c"]]
-    assert all(KNOWN_NAMES.fullmatch(f"data/status=ok/{name}") for name in files(tmp_path))
 
 
 def test_many_rows_are_finished_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
