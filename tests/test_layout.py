@@ -231,7 +231,6 @@ def modules_after(*modules: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.process
 def test_schedules_and_configuration_need_no_torch() -> None:
     loaded = modules_after(
         "skipdecode.schedules.from_config",
@@ -245,7 +244,6 @@ def test_schedules_and_configuration_need_no_torch() -> None:
     assert not loaded & {"torch", "ray", "pyarrow", "pydantic", "numpy", "transformers"}
 
 
-@pytest.mark.process
 def test_light_tasks_need_no_torch() -> None:
     """Half a dozen processes start with every run to read, tokenise and write; torch would cost each 2 s and 200 MB."""
     loaded = modules_after(
@@ -259,7 +257,6 @@ def test_light_tasks_need_no_torch() -> None:
     assert not loaded & {"torch", "transformers"}
 
 
-@pytest.mark.process
 def test_the_worker_needs_no_ray() -> None:
     loaded = modules_after(
         "actors.generator",
@@ -272,7 +269,6 @@ def test_the_worker_needs_no_ray() -> None:
     assert not loaded & {"ray", "pydantic", "pyarrow", "transformers", "gguf"}
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parts[-2] == "jobs"], ids=name)
 def test_help_needs_neither_torch_nor_ray(path: Path) -> None:
     assert not modules_after(f"jobs.{path.stem}") & {"torch", "ray", "pydantic", "transformers"}

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from actors.ceilings import measure_ceilings
 
 
@@ -16,7 +14,6 @@ def test_ceilings_are_measured() -> None:
     assert 1e-8 < ceilings.call_s < 1e-2
 
 
-@pytest.mark.process
 def test_ceilings_of_bfloat16_on_a_cpu_that_does_not_multiply_it() -> None:
     """oneDNN refuses to lay such weights out there; a worker would end while it loads."""
     code = "from actors.ceilings import measure_ceilings; assert measure_ceilings('cpu', 'bfloat16').flops_per_s > 0"

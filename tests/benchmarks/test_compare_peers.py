@@ -67,7 +67,6 @@ def test_vllm_may_have_its_own_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_worker_decodes_and_rests(spec: Callable[[str], Spec], hf: Callable[[Path], OPTForCausalLM]) -> None:
     prompts = make_prompts(3, 8, VOCABULARY)
     model = hf(Path(spec("full").model))
@@ -99,13 +98,11 @@ def test_who_drafts_makes_the_tokens_of_full_depth(spec: Callable[[str], Spec], 
         torch.set_num_threads(threads)
 
 
-@pytest.mark.process
 def test_an_interpreter_that_is_not_there_is_said(spec: Callable[[str], Spec]) -> None:
     with pytest.raises(PeerError, match="cannot start its interpreter"):
         Contestant(spec("vllm"), "/no/such/python")
 
 
-@pytest.mark.process
 @pytest.mark.slow
 def test_missing_peers_are_named_and_the_others_compared(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
@@ -127,7 +124,6 @@ def test_missing_peers_are_named_and_the_others_compared(tiny_checkpoint: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_peer_that_dies_loses_nothing_but_itself(spec: Callable[[str], Spec]) -> None:
     args = arguments("--batch-sizes 1 2 3 --rounds 1 --prompt-tokens 8 --new-tokens 4".split())
     kept: list[tuple[int, str]] = []
@@ -151,7 +147,6 @@ def test_a_peer_that_dies_loses_nothing_but_itself(spec: Callable[[str], Spec]) 
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_prompts_of_mixed_lengths_come_back_in_their_order(spec: Callable[[str], Spec]) -> None:
     prompts = [make_prompts(1, length, VOCABULARY)[0] for length in (3, 9, 5, 12, 4)]
     two = {"max_batch": 2}

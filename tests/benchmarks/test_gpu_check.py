@@ -261,7 +261,6 @@ def test_a_document_is_there_before_the_end(tmp_path: Path, monkeypatch: pytest.
     assert document["checks"] == {"device": {"name": "it"}}
 
 
-@pytest.mark.process
 def test_needs_neither_ray_nor_pydantic() -> None:
     """A bare GPU machine has torch and little else."""
     names = "ray pydantic pyarrow pytest transformers hypothesis".split()

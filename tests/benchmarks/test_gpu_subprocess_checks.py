@@ -201,7 +201,6 @@ def test_files_that_a_copy_does_not_have() -> None:
     assert last_line(subprocess.CompletedProcess([], 1, "", "")) == "it said nothing"
 
 
-@pytest.mark.process
 def test_a_process_that_does_not_end_is_stopped_with_its_own(tmp_path: Path) -> None:
     done = finished([sys.executable, "-c", "import os; print(os.environ['MARK'], os.getcwd())"], 60, {"MARK": "here"})
     assert done.stdout.split() == ["here", str(ROOT)]

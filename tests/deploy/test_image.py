@@ -146,7 +146,6 @@ class Machine:
             assert instruction in ("FROM", "ARG", "USER", "EXPOSE", "ENTRYPOINT", "CMD"), f"{instruction}: not tested"
 
 
-@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_steps_make_a_program_that_finds_nothing_wrong(tmp_path: Path) -> None:

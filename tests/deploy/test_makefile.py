@@ -40,14 +40,12 @@ def make(checkout: Path, *targets: str) -> list[str]:
     ]
 
 
-@pytest.mark.process
 def test_the_demo_installs_what_a_user_needs_once(checkout: Path) -> None:
     assert make(checkout, "demo") == ["install .", "skipdecode demo"]
     assert make(checkout, "demo") == ["skipdecode demo"]
     assert make(checkout, "setup") == []
 
 
-@pytest.mark.process
 def test_tests_add_to_what_the_demo_has_installed(checkout: Path) -> None:
     checks = ["ruff check .", "ruff format --check .", "mypy"]
     assert make(checkout, "setup") == ["install ."]
@@ -63,12 +61,10 @@ def test_tests_add_to_what_the_demo_has_installed(checkout: Path) -> None:
     assert make(checkout, "demo") == ["skipdecode demo"]
 
 
-@pytest.mark.process
 def test_the_pages_need_their_own_extra(checkout: Path) -> None:
     assert make(checkout, "docs") == ["install .[docs]", "mkdocs build --strict"]
 
 
-@pytest.mark.process
 def test_a_changed_pyproject_is_installed_again(checkout: Path) -> None:
     make(checkout, "demo")
     later = time.time() + 60
@@ -76,7 +72,6 @@ def test_a_changed_pyproject_is_installed_again(checkout: Path) -> None:
     assert make(checkout, "demo") == ["install .", "skipdecode demo"]
 
 
-@pytest.mark.process
 def test_quality_needs_the_baselines(checkout: Path) -> None:
     refused = subprocess.run(["make", "quality"], cwd=checkout, capture_output=True, text=True, timeout=30)
     assert refused.returncode != 0
@@ -87,7 +82,6 @@ def test_quality_needs_the_baselines(checkout: Path) -> None:
     )
 
 
-@pytest.mark.process
 def test_help_lists_every_target(checkout: Path) -> None:
     done = subprocess.run(["make"], cwd=checkout, capture_output=True, text=True, check=True, timeout=30)
     listed = re.findall(r"^  make ([a-z-]+) +\S", done.stdout, re.MULTILINE)

@@ -146,7 +146,6 @@ def test_the_command_exists(command: Command, generator: Any, monkeypatch: pytes
         check(command, words, generator.find, monkeypatch)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("target", ["bench", "baselines", "quality"])
 def test_the_commands_of_the_makefile_exist(target: str, generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

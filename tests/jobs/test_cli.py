@@ -29,7 +29,6 @@ def program(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", verbs())
 def test_help_is_on_stdout(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -41,14 +40,12 @@ def test_help_is_on_stdout(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert ("3 more rows failed" in out) == (name in {"generate", "retry", "demo"})
 
 
-@pytest.mark.process
 def test_help_of_a_process() -> None:
     done = program("-m", "jobs.verify", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: python -m jobs.verify ")
 
 
-@pytest.mark.process
 def test_a_wrong_command_line_ends_in_a_document_too() -> None:
     done = program("-m", "jobs.verify", "--no-such-option")
     assert done.returncode == 2
@@ -67,7 +64,6 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.process
 def test_the_console_script_is_the_verbs(script: str) -> None:
     ours, module = (program(*words, "verify", "no", "folder") for words in ([script], ["-m", "jobs"]))
     assert (ours.returncode, ours.stdout, ours.stderr) == (2, module.stdout, module.stderr)
@@ -75,7 +71,6 @@ def test_the_console_script_is_the_verbs(script: str) -> None:
     assert program(script, "verify", "--help").stdout.startswith("usage: skipdecode verify ")
 
 
-@pytest.mark.process
 def test_the_console_script_lists_the_verbs_without_torch_or_ray(script: str) -> None:
     done = program("-X", "importtime", script)
     assert done.returncode == 0
@@ -223,7 +218,6 @@ def test_a_share_allows_whole_rows(limit: float, rows: int, allowed: int) -> Non
     assert allowed_failures(limit, rows) == allowed
 
 
-@pytest.mark.process
 def test_a_reader_that_leaves_is_no_traceback() -> None:
     """As in `skipdecode | head -3`: here nothing is read at all."""
     reader, writer = os.pipe()

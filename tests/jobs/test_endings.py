@@ -165,7 +165,6 @@ def process(code: str, **streams: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, **pipes | streams)
 
 
-@pytest.mark.process
 def test_a_process_that_crashes() -> None:
     crashed = process("raise RuntimeError('the ceiling came down')")
     out, err = crashed.communicate(timeout=60)
@@ -175,7 +174,6 @@ def test_a_process_that_crashes() -> None:
     assert "Traceback" in err
 
 
-@pytest.mark.process
 def test_a_process_that_hears_ctrl_c() -> None:
     interrupted = process("time.sleep(60)")
     assert interrupted.stderr is not None
@@ -194,7 +192,6 @@ TALKS = (
 """A run that logs, writes a file meanwhile, and fails at its end, so that its document is known."""
 
 
-@pytest.mark.process
 def test_a_run_goes_on_without_a_reader_of_its_log(tmp_path: Path) -> None:
     """`skipdecode generate ... 2>&1 | head -1`, where the document still has a reader."""
     reader, writer = os.pipe()
@@ -207,7 +204,6 @@ def test_a_run_goes_on_without_a_reader_of_its_log(tmp_path: Path) -> None:
     assert (tmp_path / "data").read_text() == "whole"
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("closed", ["2", "1", "0 1 2"])
 def test_a_run_goes_on_with_closed_streams(tmp_path: Path, closed: str) -> None:
     """`skipdecode generate ... 2>&-`: no file of the run may take the place of a closed stream."""
@@ -224,7 +220,6 @@ def test_a_run_goes_on_with_closed_streams(tmp_path: Path, closed: str) -> None:
     assert (tmp_path / "data").read_text() == "whole"
 
 
-@pytest.mark.process
 def test_a_document_without_a_reader_goes_to_the_log() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -235,7 +230,6 @@ def test_a_document_without_a_reader_goes_to_the_log() -> None:
     assert json.loads(err.splitlines()[-1]) == {"error": "the end", "exit_code": 1}
 
 
-@pytest.mark.process
 def test_a_process_with_a_wrong_key() -> None:
     command = [sys.executable, "-m", "jobs", "generate", "decode.spedup=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -26,7 +26,6 @@ def test_names_are_unique() -> None:
     assert len({mutant.name for mutant in ALL}) == len(ALL)
 
 
-@pytest.mark.process
 def test_a_mutant_is_killed_survives_or_its_tests_do_not_run(tmp_path: Path) -> None:
     (tmp_path / "own_code.py").write_text("def one():\n    return 1\n")
     (tmp_path / "test_it.py").write_text("from own_code import one\n\ndef test_one():\n    assert one()\n")
@@ -43,7 +42,6 @@ def test_a_mutant_is_killed_survives_or_its_tests_do_not_run(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.process
 @pytest.mark.timeout(7200)
 def test_every_mutant_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0, capsys.readouterr().out

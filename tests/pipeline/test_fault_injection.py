@@ -6,11 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.processes import ROOT, environment, hits
-
-pytestmark = pytest.mark.process
 
 PASS = "from pipeline.fault_injection import fault_point\nfor _ in range(4): fault_point('a b')\nprint('alive')"
 

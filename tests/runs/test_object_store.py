@@ -180,7 +180,6 @@ def test_the_run_folder_on_an_object_store(uri: Callable[[str], str], monkeypatc
     assert store(uri).get_file_info("bucket").type == pafs.FileType.Directory
 
 
-@pytest.mark.process
 def test_an_upload_that_is_cut_off_shows_nothing(uri: Callable[[str], str]) -> None:
     code = (
         "import os, signal, sys\nfrom pyarrow.fs import FileSystem\n"

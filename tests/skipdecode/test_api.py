@@ -165,7 +165,6 @@ def test_unknown_names_are_attribute_errors() -> None:
         skipdecode.generat  # noqa: B018
 
 
-@pytest.mark.process
 def test_the_package_alone_is_light() -> None:
     code = (
         "import sys, skipdecode, skipdecode.schedules.from_config; assert 'torch' not in sys.modules and 'numpy' not "

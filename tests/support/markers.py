@@ -1,26 +1,20 @@
-"""What markers do. A test says what it starts: `ray` for Ray, `process` for any other process; `grid` thins it out.
+"""What markers do: a test that starts Ray says so (`ray`), and `grid` thins a grid of parameters out.
 
-`make test-fast` leaves out both; so a test that starts something and does not say so fails. Imported by `conftest.py`,
-where pytest finds the hooks. Not seen: what a library starts without `subprocess` and `multiprocessing`, and a test
-that uses the Ray of another, which stays up. Without either marker it fails in `make test-fast`, where none is; with
-`process` alone it fails where no file before it started one.
+`make test-fast` leaves out `ray`, so a test that starts Ray and does not say so fails. Imported by `conftest.py`, where
+pytest finds the hooks. Not seen: the Ray of a process that the test starts, and a test that uses the Ray of another,
+which stays up.
 
 A test marked `grid` runs for a few of its combinations of parameters in `make test`, chosen so that each value of each
 parameter occurs; the others become `slow`.
 """
 
-import multiprocessing.process
 import sys
 from collections.abc import Generator, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 RAY = ("gcs_server", "raylet")
-TOOLS = {"ldconfig", "git", "c++", "g++", "gcc", "cc", "clang", "clang++"}
-"""Asked by libraries, the decoder's compilation, and the list of the tracked files: over at once."""
-
 started: list[str] = []
 """Command lines since the test began."""
 
@@ -32,27 +26,13 @@ def _heard(event: str, arguments: Sequence[Any]) -> None:
 
 
 sys.addaudithook(_heard)
-_start = multiprocessing.process.BaseProcess.start
-
-
-def _start_heard(process: multiprocessing.process.BaseProcess) -> None:
-    started.append(f"multiprocessing {process.name}")
-    _start(process)
-
-
-multiprocessing.process.BaseProcess.start = _start_heard  # type: ignore[method-assign]
 
 
 def missing_marker(lines: Iterable[str], markers: set[str]) -> str | None:
     """What to say of a test with these markers that started these command lines; None: all is well."""
-    own = [line for line in lines if Path(line.partition(" ")[0]).name not in TOOLS]
-    rays = [line for line in own if any(name in line for name in RAY)]
+    rays = [line for line in lines if any(name in line for name in RAY)]
     if rays and "ray" not in markers:
         return f"it starts Ray, so mark it `ray` (pyproject.toml): {rays[0][:200]}"
-    if own and not markers & {"ray", "process"}:
-        return (
-            f"it starts a process, so mark it `process`, or `ray` if that starts Ray (pyproject.toml): {own[0][:200]}"
-        )
     return None
 
 

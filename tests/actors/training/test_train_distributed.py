@@ -21,8 +21,6 @@ from skipdecode.families.qwen import Qwen3Config
 from skipdecode.model.decoder import Decoder
 from tests.support.train_configs import make_config
 
-pytestmark = pytest.mark.process
-
 SHAPE = OPTConfig(vocab_size=24, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=2, init_std=0.08)
 QWEN3 = Qwen3Config(vocab_size=24, hidden_size=32, num_hidden_layers=4, intermediate_size=48, num_attention_heads=4,
                     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, init_std=0.08)  # fmt: skip

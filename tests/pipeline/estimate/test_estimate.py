@@ -221,7 +221,6 @@ def test_doctor_says_tokens_hours_and_cost(
     assert "none of the first 1 rows can be decoded" in capsys.readouterr().err
 
 
-@pytest.mark.process
 def test_doctor_counts_templates_and_samples(
     tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

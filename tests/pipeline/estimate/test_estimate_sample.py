@@ -42,7 +42,6 @@ def test_a_sample_is_of_neighbours_from_all_over_the_input(
     assert (wide.num_rows, len(wide.requests)) == (401 * read, 400 * read), "whole files, with the bad row of each"
 
 
-@pytest.mark.process
 def test_a_sample_makes_few_prompts_and_waits_for_none(
     tmp_path: Path, tiny_checkpoint: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +72,6 @@ def test_a_sample_makes_few_prompts_and_waits_for_none(
     assert "missing" in nothing.problem
 
 
-@pytest.mark.process
 def test_a_file_that_is_slow_to_read_leaves_time_for_templates(
     tmp_path: Path, tiny_checkpoint: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,6 @@ from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
 from tests.support.family_tokenizers import NASTY, byte_level, sentencepiece, template, write_folder
 from tests.support.input_helpers import make_plan, write_jsonl
 
-pytestmark = pytest.mark.process
-
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": text}] for text in (*NASTY, "What is <|im_end|> [INST] {{ 1 }}?")
 ] + [

@@ -112,7 +112,6 @@ def test_a_key_that_an_older_fingerprint_lacks_means_its_default(place: Path, st
     refused(place, state, "prefill.method", prefill__method="swiftkv")
 
 
-@pytest.mark.process
 def test_the_newline_that_ends_a_template_counts(place: Path) -> None:
     prints, plan = take(place, input__template="{{ prompt }}\n")
     state = {"fingerprint": prints, "input": {"files": list_files(plan)}}

@@ -15,7 +15,6 @@ from pipeline.json_size import MAX_MARKS
 from tests.support.input_helpers import make_config, make_plan, write, write_jsonl
 from tests.support.prompt_helpers import read, texts
 
-pytestmark = pytest.mark.process  # the sandbox is one
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -365,7 +365,6 @@ def test_ids_of_many_samples_are_a_few_at_a_time(tmp_path: Path, format: str) ->
     assert digests.tolist() == [digest_id(f"{TEXT}-{sample}") for sample in range(40)] * 300
 
 
-@pytest.mark.process
 def test_ids_are_scanned_without_pandas(tmp_path: Path) -> None:
     """Which takes as long to import as the scan of 100,000 rows."""
     pq.write_table(pa.table({"id": [f"row-{row}" for row in range(9)], "prompt": ["x"] * 9}), tmp_path / "a.parquet")

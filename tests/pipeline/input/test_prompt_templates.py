@@ -12,8 +12,6 @@ from pipeline.input.read import read_file
 from tests.support.input_helpers import make_config, make_plan, write, write_jsonl, write_parquet
 from tests.support.prompt_helpers import NOW, read, refuse, texts
 
-pytestmark = pytest.mark.process  # the sandbox is one
-
 
 def test_a_template_reads_columns_of_every_format(tmp_path: Path) -> None:
     rows = [{"id": "a", "question": "Why?", "n": 1, "city": "Leeds"}, {"id": "b", "question": "{{ n }}", "n": 2.5}]

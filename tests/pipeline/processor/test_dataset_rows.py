@@ -99,7 +99,6 @@ def test_rows_are_told_apart_by_what_decides_their_answers() -> None:
     assert without_key(Request("control", [2])).id == "control"
 
 
-@pytest.mark.process
 def test_templates_and_samples_make_rows_of_a_row() -> None:
     tree = {
         "input": {"templates": {"a": "{{ q }}?", "b": "Say {{ q }}"}, "id_column": "key"},

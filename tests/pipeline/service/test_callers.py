@@ -105,7 +105,6 @@ def test_what_programs_and_the_page_send_is_answered(url: str) -> None:
         assert ask(url, "GET", path, {"Host": "10.0.0.5"}).status_code == 200
 
 
-@pytest.mark.process  # the client asks `uname` what it runs on
 def test_the_openai_client_is_answered(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]

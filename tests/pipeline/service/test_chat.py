@@ -16,8 +16,6 @@ from tests.support.chat_service import USER, ask, client, client_of, generator, 
 
 __all__ = ["client", "generator", "url"]  # fixtures
 
-pytestmark = pytest.mark.process
-
 
 # Answers
 

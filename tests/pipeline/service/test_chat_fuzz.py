@@ -15,7 +15,6 @@ from tests.support.chat_service import ask, client, generator, url
 
 __all__ = ["client", "generator", "url"]  # fixtures
 
-pytestmark = pytest.mark.process
 NUM_FUZZED = int(os.environ.get("FUZZ_EXAMPLES", "1500"))
 
 TEXT = st.text(max_size=12)

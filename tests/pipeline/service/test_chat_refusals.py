@@ -16,8 +16,6 @@ from tests.support.service_helpers import local, make_endpoint
 
 __all__ = ["client", "generator", "url"]  # fixtures
 
-pytestmark = pytest.mark.process
-
 
 # What is wrong
 

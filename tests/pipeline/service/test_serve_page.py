@@ -21,7 +21,6 @@ from tests.support.service_helpers import DEMO, Offline, local, make_endpoint, s
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium and chromedriver on PATH"),
 ]
 

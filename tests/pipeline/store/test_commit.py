@@ -87,14 +87,12 @@ def commit(run: Path, at: int) -> subprocess.CompletedProcess[str]:
 BEFORE, AFTER = {"ok": ["a", "b"], "failed": list("cdef")}, {"ok": ["a", "b", "c"], "failed": list("def")}
 
 
-@pytest.mark.process
 def test_a_commit_exchanges_the_rows(run: Path) -> None:
     done = commit(run, 0)
     assert done.stdout == f"{NUM_STEPS}\n", done.stderr
     assert ids_by_status(run) == AFTER
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("at", range(1, NUM_STEPS + 1))
 def test_a_commit_that_is_killed_is_finished_by_the_next(run: Path, at: int) -> None:
     assert commit(run, at).returncode == -signal.SIGKILL
@@ -110,7 +108,6 @@ def test_a_commit_that_is_killed_is_finished_by_the_next(run: Path, at: int) -> 
         assert ids_by_status(run) == AFTER
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("at", "expected"), [(2, BEFORE), (3, BEFORE), (4, BEFORE), (5, AFTER), (6, AFTER)])
 def test_a_commit_whose_new_files_are_gone_is_taken_back(run: Path, at: int, expected: dict[str, list[str]]) -> None:
     assert commit(run, at).returncode == -signal.SIGKILL

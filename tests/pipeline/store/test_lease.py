@@ -38,7 +38,6 @@ def hold(root: Path) -> subprocess.Popen[str]:
     return holder
 
 
-@pytest.mark.process
 def test_a_held_folder_is_refused_and_a_dead_holder_is_not_waited_for(tmp_path: Path) -> None:
     holder = hold(tmp_path)
     try:
@@ -83,7 +82,6 @@ def test_a_torn_lease_bars_nobody_for_long(tmp_path: Path, text: str, monkeypatc
     assert not RunFolder.open(str(tmp_path)).exists()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])
 def test_a_session_that_lost_its_folder_ends(tmp_path: Path, handler: str) -> None:
     """Also one that a script started in the background, where SIGINT is ignored."""
@@ -98,7 +96,6 @@ def test_a_session_that_lost_its_folder_ends(tmp_path: Path, handler: str) -> No
     assert holder.communicate(timeout=60)[0] == "ends\n"
 
 
-@pytest.mark.process
 def test_who_may_live(tmp_path: Path) -> None:
     with Lease(RunFolder.open(str(tmp_path)), "own", print):
         own = read_lease(RunFolder.open(str(tmp_path)))

@@ -107,7 +107,6 @@ def run(code: str, folder: Path, **settings: str) -> "subprocess.CompletedProces
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=False, capture_output=True, text=True)
 
 
-@pytest.mark.process
 @compiled
 def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     for settings, word in (({"PATH": str(tmp_path)}, "no C++ compiler"), ({"CXX": "/bin/false"}, "/bin/false failed")):
@@ -120,7 +119,6 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
     assert "/bin/false failed" in done.stderr
 
 
-@pytest.mark.process
 @compiled
 @pytest.mark.slow
 def test_a_damaged_library_is_made_again(tmp_path: Path) -> None:
@@ -189,7 +187,6 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
     assert is_kept == ("folder" not in fault), "a file is replaced, a folder is not used"
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     "cpu",
     [

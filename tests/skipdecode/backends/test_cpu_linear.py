@@ -172,7 +172,6 @@ def test_a_wrong_operand_is_refused(product_dtype: torch.dtype) -> None:
         cpu_weights.pack(torch.ones(3, 30, dtype=dtype))
 
 
-@pytest.mark.process
 def test_loading_leaves_the_arithmetic_of_the_process_alone() -> None:
     """Some flags of a compiler flush subnormal numbers to zero in every library of the process."""
     code = (

@@ -16,7 +16,6 @@ KERNEL_TESTS = [
 ]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.process,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not choice.NEEDS["avx512"] | {"avx512_bf16"} <= FLAGS, reason="needs AVX-512 with BF16"),
     pytest.mark.skipif(not build.find_compiler(), reason="no C++ compiler"),

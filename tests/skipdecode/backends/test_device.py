@@ -142,7 +142,6 @@ def test_triton_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choose()
 
 
-@pytest.mark.process
 def test_cudnn_serves_no_attention() -> None:
     """In training; and so in decoding, which is part of it."""
     code = "import actors.training.trainer, torch; assert not torch.backends.cuda.cudnn_sdp_enabled()"

@@ -19,7 +19,6 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="Triton is not installed (Linux alone has it)"
     ),

@@ -310,7 +310,6 @@ def test_layers_with_nothing_between_them_are_a_group() -> None:
     assert rows.groups == ((0,), (1,), (2,))
 
 
-@pytest.mark.process
 def test_plan_and_config_and_cost_import_no_torch() -> None:
     code = (
         "import sys, skipdecode.schedules.schedule, skipdecode.config.model, skipdecode.cost.roofline; "
