@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.checkpoint.hub import why_unreadable
+
 if TYPE_CHECKING:  # otherwise imported when a file is read, since every task that reads prompts imports this module
     from gguf.constants import GGMLQuantizationType
 
@@ -55,7 +57,7 @@ def read_header(path: str | Path) -> Header:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(_Cursor(data))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no GGUF file that can be read: {error}") from error
+        raise ValueError(f"{path}: no GGUF file that can be read: {why_unreadable(Path(path), error)}") from error
 
 
 class _Cursor:

@@ -21,6 +21,7 @@ HUB_FILES = [
     "merges.txt",
     "*.jinja",  # chat templates
 ]
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 HUB_FALLBACK = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 
 
@@ -78,3 +79,12 @@ def pin_path(hub: "HfFileSystem", path: str) -> str:
     found = HfApi(hub.endpoint, hub.token).repo_info(name, revision=revision, repo_type=kind)
     prefix = constants.REPO_TYPES_URL_PREFIXES.get(kind or "", "")
     return f"{prefix}{name}@{found.sha}/{path_info.path}".rstrip("/")
+
+
+def why_unreadable(path: Path, error: object) -> str:
+    """What to say of a file of a model that cannot be read: git may have left a pointer in its place."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return "it is a pointer of git LFS, and not the file; git lfs install, then git lfs pull in its folder"
+    return str(error)

@@ -9,7 +9,7 @@ from skipdecode.config.model import DecoderConfig, TokenizerRules, WantedImpleme
 from skipdecode.families import FAMILIES, config_of
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE, TOKENIZER_FILE = "adapter_config.json", "tokenizer_config.json"
 EOS = "eos_token_id"
 GREEDY_KEYS: dict[str, Any] = {
     "repetition_penalty": 1,
@@ -102,12 +102,32 @@ def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
         )
     elif not config.eos_token_ids:
         remarks.append(f"{folder}: no {EOS}: texts end at sampling.max_new_tokens alone")
+    if (unused := _unused_end(folder, config)) is not None:
+        remarks.append(
+            f"{folder / TOKENIZER_FILE}: its eos_token {unused} ends no text here, nor in transformers' generate: "
+            f"if answers do not end, add it to {EOS} of {GENERATION_FILE} (now {config.eos_token_ids})"
+        )
     if raw.get("auto_map"):
         remarks.append(
             f"{folder / CONFIG_FILE}: auto_map names code of its own, which is not run: the model is decoded as "
             f"{config.architecture}"
         )
     return remarks
+
+
+def _unused_end(folder: Path, config: DecoderConfig) -> str | None:
+    """The EOS token that the tokenizer names, with its id, if it is none of those that end a text."""
+    try:
+        settings = read_mapping(folder / TOKENIZER_FILE)
+    except ValueError:  # who loads the tokenizer says so, if it is the one that is used
+        return None
+    token, added = settings.get("eos_token"), settings.get("added_tokens_decoder")
+    content = token.get("content") if isinstance(token, dict) else token
+    if not content or not config.eos_token_ids or not isinstance(added, dict):
+        return None
+    contents = {key: value.get("content") for key, value in added.items() if isinstance(value, dict)}
+    ids = [key for key, one in contents.items() if one == content and key not in map(str, config.eos_token_ids)]
+    return f"{content!r} ({ids[0]})" if ids else None
 
 
 def _read_raw(path: Path) -> dict[str, Any]:

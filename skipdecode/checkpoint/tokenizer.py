@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
 from skipdecode.checkpoint.detokenizer import TextDecoder
-from skipdecode.checkpoint.hub import resolve_source
+from skipdecode.checkpoint.hub import resolve_source, why_unreadable
 from skipdecode.checkpoint.tokenizer_files import eos_token, load_folder, load_opt_folder
 from skipdecode.config.model import DecoderConfig
 
@@ -57,7 +57,8 @@ class Tokenizer:
         except ValueError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(f"{folder}: tokenizer.json (or vocab.json, merges.txt) cannot be read: {error}") from error
+            why = why_unreadable(folder / "tokenizer.json", error)
+            raise ValueError(f"{folder}: tokenizer.json (or vocab.json, merges.txt) cannot be read: {why}") from error
 
     def _load(self, folder: Path, config: DecoderConfig) -> tokenizers.Tokenizer:
         with _panics_are_errors():
@@ -95,6 +96,11 @@ class Tokenizer:
             raise ValueError(f"the tokenizer adds {len(dressed) - len(bare)} tokens to every text")
         at = next((n for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), 0)
         return tuple(dressed[:at])
+
+    @property
+    def front_text(self) -> str:
+        """How `front` is written; a text that begins with it gets it twice, as in Hugging Face."""
+        return "".join(self._tokenizer.id_to_token(token) or "" for token in self.front)
 
     def _end(self, folder: Path, config: DecoderConfig, vocabulary: Mapping[str, int]) -> int | None:
         ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]

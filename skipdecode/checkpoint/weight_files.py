@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from skipdecode.checkpoint.hub import why_unreadable
+
 SHARD_SUFFIXES = (".safetensors", ".bin")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types of weights, by the names that safetensors has for them."""
@@ -78,7 +80,7 @@ class _Safetensors(WeightFile):
         try:
             return safe_open(self.path, framework="pt")
         except Exception as error:  # a kind of safetensors' own
-            raise ValueError(f"{self.path}: cannot be read: {error}") from error
+            raise ValueError(f"{self.path}: cannot be read: {why_unreadable(self.path, error)}") from error
 
 
 class _Bin(WeightFile):
@@ -88,7 +90,7 @@ class _Bin(WeightFile):
         try:
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mmap)
         except Exception as error:  # pickle and zip raise many kinds
-            raise ValueError(f"{self.path}: cannot be read: {error}") from error
+            raise ValueError(f"{self.path}: cannot be read: {why_unreadable(self.path, error)}") from error
         if not isinstance(state, dict):
             raise ValueError(f"{self.path}: holds {type(state).__name__}, expected tensors by name")
         for name, value in state.items():

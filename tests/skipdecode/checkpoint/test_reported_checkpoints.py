@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skipdecode.checkpoint.model_config import read_config
+from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import check_folder, load_model
 from skipdecode.engine.generate import generate
 from skipdecode.model.decoder import Decoder
@@ -234,6 +235,23 @@ def test_both_files_may_say_what_ends_a_text(
     assert len(check_folder(folder)) == is_remarked
 
 
+@pytest.mark.parametrize("token", ["<|im_end|>", {"content": "<|im_end|>", "special": True}], ids=["text", "mapping"])
+@pytest.mark.parametrize(
+    ("ends", "number", "is_remarked"), [(2, 5, True), ([2, 5], 5, False), (5, 5, False), ([2, 6], 5, True)]
+)
+def test_a_token_that_ends_answers_for_the_tokenizer_alone(
+    make: Make, token: Any, ends: Any, number: int, is_remarked: bool
+) -> None:
+    """A fine-tuned chat model of which generation_config.json was forgotten: it does not stop."""
+    folder = make("qwen2", generation={"eos_token_id": ends})
+    added = {"0": {"content": "<|endoftext|>"}, str(number): {"content": "<|im_end|>"}}
+    settings = {"eos_token": token, "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    remarks = check_folder(folder)
+    assert len(remarks) == is_remarked
+    assert not is_remarked or f"its eos_token '<|im_end|>' ({number}) ends no text here" in remarks[0]
+
+
 @pytest.mark.parametrize(
     ("generation", "named"),
     [
@@ -299,6 +317,18 @@ def test_what_is_wrong_is_named(
     make: Make, tensors: Callable[[Tensors], object], keys: dict[str, Any], match: str
 ) -> None:
     refuse(make("llama", tensors=tensors, **keys), match)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json", "model.gguf"])
+def test_what_git_leaves_without_lfs_is_named(make: Make, name: str) -> None:
+    """A few lines in the place of each large file of a clone."""
+    folder = make("llama")
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 268109912\n")
+    config, source = read_config(folder), folder / name if name == "model.gguf" else folder
+    with pytest.raises(ValueError, match=r"it is a pointer of git LFS, and not the file; git lfs install"):
+        Tokenizer(folder, config) if name == "tokenizer.json" else check_folder(source)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
