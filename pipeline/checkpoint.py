@@ -35,6 +35,8 @@ class ResolvedModel:
     decode: dict[str, Json]
     adapter: Path | None = None
     """The folder of the LoRA adapter to merge into it."""
+    front: str = ""
+    """What its tokenizer puts before every prompt, such as `<s>`."""
 
 
 def check_model(config: JobConfig, log: Log) -> ResolvedModel:
@@ -42,8 +44,8 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
     try:
         asked = config.model
         folder, model_config, adapter = find_model(asked.source, asked.adapter, log, asked.implementation)
-        tokenizer = config.model.tokenizer
-        Tokenizer(resolve_source(tokenizer, "model.tokenizer") if tokenizer else folder, model_config)
+        own = config.model.tokenizer
+        tokenizer = Tokenizer(resolve_source(own, "model.tokenizer") if own else folder, model_config)
         decode = resolve_decode(config, model_config, log)
         new = config.sampling.max_new_tokens
         schedule = make_schedule(decode, num_layers=model_config.num_hidden_layers, max_new_tokens=new)
@@ -63,7 +65,7 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
                 "sampling.max_new_tokens",
                 f"{new} leaves no room for a prompt in the model's {model_config.max_position_embeddings} positions",
             )
-        model = ResolvedModel(folder, config.model.source, model_config, decode, adapter)
+        model = ResolvedModel(folder, config.model.source, model_config, decode, adapter, tokenizer.front_text)
         remarks = [foreign_swiftkv(model, config), untuned(model, config), full_by_default(model, config)]
     except ValueError as error:
         raise ConfigError.parse(error) from error

@@ -25,9 +25,9 @@ from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.generate.stopping import stop_on_sigterm
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import list_input
-from pipeline.input.input_plan import InputPlan, columns_of, plan_input, unused_sampling
+from pipeline.input.input_plan import InputPlan, columns_of, plan_input, unread_partitions, unused_sampling
 from pipeline.input.prompt_templates import Prompter, unknown_names
-from pipeline.input.sample_prompts import remark_on_last_messages
+from pipeline.input.sample_prompts import remark_on_fronts, remark_on_last_messages
 from pipeline.input.scan import FileScan
 from pipeline.schema import score_schema
 from pipeline.store.run_folder import RunFolder
@@ -97,7 +97,8 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     id_sum = sum_input(plan, scans, config.input)
     log(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     columns = columns_of(scans, listing.format)
-    for text in [*unknown_names(config.input, columns), unused_sampling(columns, listing.format, config.input)]:
+    unused = [unused_sampling(columns, listing.format, config.input), unread_partitions(listing, columns)]
+    for text in [*unknown_names(config.input, columns), *unused]:
         if text is not None:
             log(text)
     if earlier is None and (remark := unused_chat_template(chat, config, listing.format)):
@@ -110,6 +111,8 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     )
     began = started_at(earlier)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC), columns=columns)
+    if earlier is None and chat is None and (remark := remark_on_fronts(plan, config.input, prompter, model.front)):
+        log(remark)
     return PlannedRun(
         config=config,
         model=model,

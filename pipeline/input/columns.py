@@ -60,8 +60,10 @@ def refuse_reserved(names: Sequence[str], file: SourceFile, expansion: Expansion
 def unknown_columns(wanted: str, columns: Collection[str]) -> str:
     """The end of a message about a column that is missing."""
     names = sorted(columns)
-    shown = names[:20] + (["..."] if len(names) > 20 else [])
-    return f"no column {wanted!r}; there are: {', '.join(shown) or 'none'}"
+    shown = [name if name.strip() == name else repr(name) for name in names[:20]] + ["..."] * (len(names) > 20)
+    listed = f"no column {wanted!r}; there are: {', '.join(shown) or 'none'}"
+    other = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
+    return listed if other is None else f"{listed} (fields are separated by commas, not by {other!r})"
 
 
 def is_list_type(type_: pa.DataType) -> bool:

@@ -16,6 +16,8 @@ BYTE_ORDER_MARKS: Final = {  # the longer ones first: UTF-32-LE begins like UTF-
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+COMPRESSED: Final = {b"\x1f\x8b": "gzip (.gz)", b"\x28\xb5\x2f\xfd": "zstd (.zst)", b"BZh": "bzip2 (.bz2)"}
+"""How a compressed file begins, and the end of its name by which it is known."""
 MIN_BAD_LINES, MIN_BAD_SHARE = 10, 0.1
 """So many lines, and such a share of them, are another encoding; fewer are damage, and fail one by one."""
 MIN_NULS: Final = 4
@@ -44,6 +46,9 @@ def is_utf16(line: bytes | str) -> bool:
 
 
 def _refuse_foreign(start: bytes, path: str) -> None:
+    for magic, kind in COMPRESSED.items():
+        if start.startswith(magic) and not start[: 1 << 10].isascii():
+            raise ConfigError("input.path", f"{path}: is compressed, by its first bytes with {kind}; name it so")
     first, _, rest = start.partition(b"\n")
     # in UTF-16 a Chinese line may have no NUL but that of its line end
     if b"\0" in first or (rest.startswith(b"\0") and _bad_byte(first) is not None):

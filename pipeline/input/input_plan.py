@@ -3,6 +3,7 @@
 Opens no file. Duplicate ids are found in `id_matching`; rows that are done already are skipped in `read`.
 """
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -95,6 +96,8 @@ SAMPLING_NAMES: Final = frozenset(
     "temperature top_p top_k min_p seed stop max_tokens max_new_tokens max_completion_tokens ignore_eos "
     "repetition_penalty presence_penalty frequency_penalty logit_bias".split()
 )
+PARTITION: Final = re.compile(r"([^=]+)=.+")
+"""The name of a folder that stands for a column and its value."""
 
 
 def columns_of(scans: Sequence[FileScan], format: str) -> set[str]:
@@ -111,6 +114,20 @@ def unused_sampling(columns: Collection[str], format: str, config: InputConfig) 
     return (
         f"input: the column{'s' * (len(names) > 1)} {listed} {verb} not change how rows are sampled: sampling.* holds "
         "for all of them (lines of an OpenAI batch file bring parameters of their own)"
+    )
+
+
+def unread_partitions(listing: Listing, columns: Collection[str]) -> str | None:
+    """A remark on folders that hold a column in their names, as Hive and Spark write them: it is not read."""
+    folders = {part for file in listing.files for part in file.name.split("/")[:-1]}
+    keys = {found[1]: found[0] for folder in sorted(folders, reverse=True) if (found := PARTITION.fullmatch(folder))}
+    names = sorted(keys.keys() - set(columns))
+    if not names:
+        return None
+    listed = ", ".join(names)
+    return (
+        f"input: the value of {listed} is in the names of folders alone (such as {keys[names[0]]}), which are not read "
+        "as columns; write it into the files if templates or the output need it"
     )
 
 

@@ -59,6 +59,21 @@ def remark_on_last_messages(plan: InputPlan, config: InputConfig) -> str | None:
     )
 
 
+def remark_on_fronts(plan: InputPlan, config: InputConfig, prompter: Prompter | None, front: str) -> str | None:
+    """A remark if some of the first prompts begin with `front`, which the tokenizer puts before every prompt."""
+    if not front:
+        return None
+    first = next(index for index, rows in enumerate(plan.num_rows_per_file) if rows)
+    with closing(read_file(plan, first, config, NUM_LOOKED_AT, prompter=prompter)) as blocks:
+        prompts = next(blocks)[PROMPT].to_pylist()
+    if (num_twice := sum(text is not None and text.startswith(front) for text in prompts)) == 0:
+        return None
+    return (
+        f"{num_twice} of the first {len(prompts)} prompts begin with {front}, which the tokenizer puts before every "
+        "prompt: the model sees it twice; take it out of the prompts"
+    )
+
+
 def _ends_with_answer(value: Any, is_batch: bool) -> bool:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value

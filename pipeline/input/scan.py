@@ -126,6 +126,12 @@ def _scan_rows(listing: Listing, file: SourceFile, config: InputConfig, is_index
             if is_indexed:
                 for id in expansion.ids(row.id or made_id(file.name, row.number), row.samples):
                     digests += digest_id(id)
+    if listing.format == "text" and len(counts) == 1 and config.limit is None and "\r" in (row.prompt or ""):
+        raise ConfigError(
+            "input.path",
+            f"{file.path}: a single line, with carriage returns in it; if they end lines, as on old Macs, convert them "
+            "(tr '\\r' '\\n'); if they belong to the prompt, write it as JSON Lines",
+        )
     per_document = np.frombuffer(counts, np.int32)
     is_even = bool((per_document == expansion.count()).all())
     is_json = config.format == "auto" and listing.format in ("jsonl", "openai_batch")

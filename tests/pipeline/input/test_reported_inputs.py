@@ -1,5 +1,6 @@
 """Inputs that users of such systems report as trouble: each is read as they meant it, or refused with the remedy."""
 
+import bz2
 import csv
 import gzip
 import io
@@ -7,7 +8,9 @@ import json
 import os
 import random
 import uuid
+from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,11 @@ from hypothesis import strategies as st
 
 from pipeline.config.job import ConfigError
 from pipeline.input.files import list_input
-from pipeline.input.input_plan import plan_input, unused_sampling
+from pipeline.input.input_plan import plan_input, unread_partitions, unused_sampling
 from pipeline.input.parquet_pages import read_pages, refuse_large_pages
+from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
+from pipeline.input.sample_prompts import remark_on_fronts
 from pipeline.input.scan import scan_file
 from tests.support.input_helpers import (
     column,
@@ -99,6 +104,43 @@ def test_utf16_appended_to_utf8_fails_its_lines(tmp_path: Path, kind: str, start
     lines = "two two\r\nthree\r\n" if kind != "jsonl" else '{"prompt": "two"}\r\n'
     rows = read_rows(write(tmp_path / f"a.{kind}", start.encode() + lines.encode("utf-16-le")))
     assert column(rows, "error_code")[:2] == ["", "bad_line"]
+
+
+def test_text_with_the_line_ends_of_old_macs_is_refused(tmp_path: Path) -> None:
+    """Else the file would be one prompt. CSV has them too, and means it."""
+    refuse(write(tmp_path / "a.txt", b"one\rtwo\rthree\r"), r"a\.txt: a single line, with carriage returns in it")
+    refuse(write(tmp_path / "a.jsonl", b'{"prompt": "one"}\r{"prompt": "two"}\r'), "no line is a JSON object")
+    assert column(read_rows(write(tmp_path / "a.csv", b"prompt\rone\rtwo\r")), "prompt") == ["one", "two"]
+    assert column(read_rows(write(tmp_path / "b.txt", b"10 %\r100 %\ndone\n")), "prompt") == ["10 %\r100 %", "done"]
+
+
+COMPRESSORS: dict[str, Any] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "zst": partial(pa.compress, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+@pytest.mark.parametrize("suffix", ["jsonl", "txt", "csv"])
+def test_a_compressed_file_without_its_suffix_is_named(tmp_path: Path, compression: str, suffix: str) -> None:
+    data = COMPRESSORS[compression](b'{"prompt": "one"}\n' * 9)
+    refuse(write(tmp_path / f"a.{suffix}", data), rf"is compressed, .* \(\.{compression}\); name it so")
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_all_members_of_a_compressed_file_are_read(tmp_path: Path, compression: str) -> None:
+    """As `cat a.gz b.gz` and writers of logs make them."""
+    lines = [f"line {n}" for n in range(9)]
+    data = b"".join(COMPRESSORS[compression](f"{line}\n".encode()) for line in lines)
+    assert column(read_rows(write(tmp_path / f"a.txt.{compression}", data)), "prompt") == lines
+
+
+def test_a_csv_file_of_another_delimiter_is_told_so(tmp_path: Path) -> None:
+    """As Excel writes it in most of Europe."""
+    hint = r"there are: id;prompt \(fields are separated by commas, not by ';'"
+    refuse(write(tmp_path / "a.csv", "id;prompt\n1;one\n"), hint)
+    refuse(write(tmp_path / "b.csv", "id, prompt\n1, one\n"), r"no column 'prompt'; there are: ' prompt', id$")
 
 
 def test_a_stray_nul_is_text(tmp_path: Path) -> None:
@@ -200,6 +242,49 @@ def test_columns_named_like_sampling_parameters_are_remarked_on(
     found = unused_sampling(columns, format, make_config("a", **keys))
     assert (found is None) == (remark is None)
     assert remark is None or remark in str(found)
+
+
+# --- prompts that were rendered elsewhere
+
+
+def test_prompts_that_begin_with_bos_are_remarked_on(tmp_path: Path) -> None:
+    """The tokenizer puts another one before them, and texts become worse without a word."""
+    rendered = "<s>[INST] Hi [/INST]"
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": rendered}, {"prompt": "Hi"}, {"prompt": 7}])
+
+    def remark(front: str, **keys: Any) -> str | None:
+        config = make_config(path, **keys)
+        prompter = Prompter.of(config, "jsonl", None, datetime.now(UTC))
+        return remark_on_fronts(make_plan(config), config, prompter, front)
+
+    assert str(remark("<s>")).startswith("1 of the first 3 prompts begin with <s>, which the tokenizer puts before")
+    assert str(remark("<s>", template="<s>{{ prompt }}")).startswith("3 of the first 3 prompts begin with <s>")
+    assert remark("<s>", template="{{ 1 }}{{ prompt }}") is None
+    assert remark("") is None
+    assert remark("</s>") is None
+
+
+# --- folders that name a column, as Spark and Hive write them
+
+
+def test_values_in_the_names_of_folders_are_remarked_on(tmp_path: Path) -> None:
+    """Other readers make columns of them; here they would be gone without a word."""
+    for date in ("2024-01-01", "2024-01-02"):
+        write_parquet(tmp_path / f"in/date={date}/lang=de/part-0.parquet", {"prompt": ["a"]})
+    plan = make_plan(make_config(tmp_path / "in"))
+    assert plan.extra_schema.names == []
+    remark = unread_partitions(plan.listing, {"prompt"})
+    assert remark is not None
+    assert "the value of date, lang is in the names of folders alone (such as date=2024-01-01)" in remark
+    assert "value of lang is" in str(unread_partitions(plan.listing, {"prompt", "date"}))
+    assert unread_partitions(plan.listing, {"prompt", "date", "lang"}) is None
+
+
+@pytest.mark.parametrize("folder", ["in", "in/a-b", "in/=b", "in/a=", "x=y"])
+def test_folders_that_name_no_column(tmp_path: Path, folder: str) -> None:
+    write_parquet(tmp_path / folder / "a.parquet", {"prompt": ["a"]})
+    plan = make_plan(make_config(tmp_path / folder.partition("/")[0]))
+    assert unread_partitions(plan.listing, {"prompt"}) is None
 
 
 # --- Parquet that is small in the file
