@@ -15,11 +15,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipeline.formatting import Json
 from pipeline.openai_format.unsupported import BATCH, CHATS, COMMON, COMPLETIONS, WITHOUT_EFFECT, Unsupported
+from skipdecode.config.model import MAX_LOGPROBS
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1000
 """What may become a stop string is held back, and compared with it at each token."""
-MAX_LOGPROBS: Final = 5  # OpenAI
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
 MAX_INT: Final = 2**63 - 1
 MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
@@ -119,6 +119,7 @@ class CompletionParameters(RequestParameters):
     """0: the prompt alone, with `echo`."""
     echo: bool | None = None
     logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """As many as vLLM allows; OpenAI allows 5."""
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> Self:

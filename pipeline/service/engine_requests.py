@@ -45,8 +45,8 @@ class Prompts:
         prompts = [self._tokens("prompt", prompt) for prompt in asked.prompt]
         sampling = self._sampling(asked, self.config.sampling.max_new_tokens)
         self._check_n(asked, sampling, 1 if asked.max_new_tokens == 0 else limit // len(prompts))
-        for tokens in prompts:
-            self._check_fit("prompt", tokens, sampling.max_new_tokens)
+        for tokens in prompts:  # one that is scored alone may fill the model
+            self._check_fit("prompt", tokens, 0 if asked.max_new_tokens == 0 else sampling.max_new_tokens)
         scores_prompt = bool(asked.echo) and asked.logprobs is not None
         return [
             Request(row_id, tokens, sampling, asked.logprobs, scores_prompt)

@@ -24,6 +24,11 @@ PAGE = Path(__file__).with_name("page.html")
 CUT_S = 5.0  # after limits.request_timeout_s, for a stream to send its last event
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+ROUTES_THERE_ARE = (
+    "this server has /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics, and a client's base URL "
+    "ends in /v1, without a slash behind it"
+)
+
 
 def create_app(
     endpoint: Endpoint, observer: Observer | None = None, metrics: Callable[[], Awaitable[str]] | None = None
@@ -36,7 +41,7 @@ def create_app(
     app.post("/v1/chat/completions")(routes.chat)
     app.get("/v1/models")(routes.models)
     app.get("/v1/models/{name:path}")(routes.model)
-    app.get("/health")(routes.health)
+    app.api_route("/health", methods=["GET", "HEAD"])(routes.health)
     app.get("/metrics")(routes.prometheus)
     app.get("/")(routes.page)
     app.exception_handler(ApiError)(on_api_error)
@@ -163,6 +168,8 @@ async def on_api_error(_: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404:
+        reason += f"; {ROUTES_THERE_ARE}"
     return reply(ApiError(error.status_code, reason, code="not_found").body, error.status_code, error.headers)
 
 

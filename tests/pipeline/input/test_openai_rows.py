@@ -126,7 +126,7 @@ def test_batch_bad_prompts(tmp_path: Path, prompt: Any, code: str, match: str) -
         ("best_of", [2, True]),
         ("echo", [0, 1]),
         ("stream", [True, 0]),
-        ("logprobs", [-1, 6, True, 1.5, "1"]),
+        ("logprobs", [-1, 21, True, 1.5, "1"]),
         ("suffix", ["x"]),
         ("presence_penalty", [0.1, True, 10**400]),
         ("frequency_penalty", [-1]),

@@ -135,7 +135,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.integers(-2, 400),
     "seed": st.integers(-(2**65), 2**65),
     "stop": TEXT | st.lists(TEXT, max_size=18),
-    "logprobs": st.integers(-1, 6),
+    "logprobs": st.integers(-1, 21),
     "echo": st.booleans(),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans(), "x": ANY}),

@@ -372,7 +372,7 @@ def test_several_answers_to_each_prompt(client: openai.OpenAI) -> None:
         ({"seed": 1.5}, "seed", "valid integer"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": ""}, "stop", "at least 1 character"),
-        ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"stream": "yes"}, "stream", 'valid boolean, got "yes"'),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true only"),
         ({"max_new_tokens": 5}, "max_new_tokens", "is not known; remove it (or is it max_tokens?)"),
