@@ -55,6 +55,12 @@ def test_files_that_are_named_exist(path: Path) -> None:
     assert {span for span in named if not (ROOT / span).is_file()} == set()
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_tests_that_are_named_exist(path: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", path.read_text(encoding="utf-8"))
+    assert [test for file, test in named if f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8")] == []
+
+
 def test_pictures_are_small() -> None:
     pictures = sorted((ROOT / "docs").rglob("*.png"))
     assert pictures
