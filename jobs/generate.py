@@ -116,6 +116,8 @@ def summarize(finished: "RunResult") -> None:
         log(remark)
     if cut := report["finish_reasons"].get("length"):
         log(f"{cut} of {report['completed']} answers were cut off at sampling.max_new_tokens")
+    if loops := report["finish_reasons"].get("repetition"):
+        log(f"{loops} of {report['completed']} answers were loops, and ended by sampling.repetition_detection")
     if errors := report.get("errors"):
         most_first = sorted(errors, key=lambda code: -errors[code])
         counts = ", ".join(f"{errors[code]} {code}" for code in most_first)

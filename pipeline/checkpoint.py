@@ -65,6 +65,7 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
                 "sampling.max_new_tokens",
                 f"{new} leaves no room for a prompt in the model's {model_config.max_position_embeddings} positions",
             )
+        check_tokens(config, model_config)
         model = ResolvedModel(folder, config.model.source, model_config, decode, adapter, tokenizer.front_text)
         remarks = [foreign_swiftkv(model, config), untuned(model, config), full_by_default(model, config)]
     except ValueError as error:
@@ -72,6 +73,15 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
     for text in filter(None, remarks):
         log(text)
     return model
+
+
+def check_tokens(config: JobConfig, model_config: DecoderConfig) -> None:
+    """ConfigError for token ids in `sampling` that the model does not have."""
+    for key, tokens in (("logit_bias", config.sampling.logit_bias), ("stop_token_ids", config.sampling.stop_token_ids)):
+        if tokens and (largest := max(tokens)) >= model_config.vocab_size:
+            raise ConfigError(
+                f"sampling.{key}", f"token {largest} is not in the model's vocabulary of {model_config.vocab_size}"
+            )
 
 
 def foreign_swiftkv(model: ResolvedModel, config: JobConfig) -> str | None:

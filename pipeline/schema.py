@@ -17,7 +17,7 @@ OUTPUT_SCHEMA: Final = pa.schema(
         pa.field("generated_tokens", pa.list_(pa.int32())),  # with the EOS that ended the row
         pa.field("num_input_tokens", pa.int32()),  # with BOS
         pa.field("num_generated_tokens", pa.int32()),
-        pa.field("finish_reason", pa.string()),  # stop | length | error
+        pa.field("finish_reason", pa.string()),  # stop | length | repetition | error
         pa.field("layers_run", pa.int32()),  # layers, summed over the row's decode steps
         pa.field("ffns_run", pa.int32()),  # feed-forward blocks, likewise; fewer under FFN-SkipLLM only
         pa.field("error_code", pa.string()),  # "" when fine, never null

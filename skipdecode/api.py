@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from skipdecode.checkpoint.detokenizer import cut_at_stop
+from skipdecode.checkpoint.detokenizer import answer_text
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class Generated:
     tokens: list[int]
     """Includes the end-of-text token where one ended it."""
     finish_reason: str
-    """`stop` or `length`."""
+    """`stop`, `length` or `repetition`."""
     layers_run: int
     """Layers, summed over the decode steps."""
     ffns_run: int
@@ -117,25 +117,28 @@ def generate(
     logprobs: int | None = None,
     prefill: str = "full",
     batch_size: int = 32,
-    **decode: Any,
+    **keys: Any,
 ) -> list[Generated]:
     """Continues each prompt: one result per prompt, in their order. One text counts as a list of one.
 
-    `decode` takes the keys of `decode:` in a configuration (method, speedup, max_layers, ...) but for JOB_KEYS; without
-    any the checkpoint's own schedule is used, or full depth where it carries none. A row's random numbers depend on
-    seed, id and step alone; `ids` are "0", "1", ... by default. `logprobs` asks for the log-probability of each new
-    token and of so many of the likeliest ones. ValueError names an argument that is not valid, before anything is
-    decoded.
+    `keys` are the other keys of `sampling:` in a configuration (min_p, repetition_penalty, logit_bias, ...) and those
+    of `decode:` (method, speedup, max_layers, ...) but for JOB_KEYS; without any of the latter the checkpoint's own
+    schedule is used, or full depth where it carries none. A row's random numbers depend on seed, id and step alone;
+    `ids` are "0", "1", ... by default. `logprobs` asks for the log-probability of each new token and of so many of the
+    likeliest ones. ValueError names an argument that is not valid, before anything is decoded.
     """
-    if of_jobs := decode.keys() & JOB_KEYS:
+    if of_jobs := keys.keys() & JOB_KEYS:
         raise TypeError(f"generate() has no {min(of_jobs)!r}: it is a key of jobs (`skipdecode generate`)")
-    if unknown := decode.keys() - DECODE_KEYS:
+    if unknown := keys.keys() - DECODE_KEYS - Sampling.names():
         raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
+    decode = {name: value for name, value in keys.items() if name in DECODE_KEYS}
     for name, count in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name}: must be a whole number of at least 1, got {count!r}")
     texts, stops = _checked_texts("prompts", prompts), tuple(_checked_texts("stop", stop))
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed, stops, ignore_eos, logprobs)
+    sampling = sampling.with_parameters({name: value for name, value in keys.items() if name not in DECODE_KEYS})
+    sampling.check_vocabulary(model.model.config.vocab_size)
     if ids is not None and (isinstance(ids, str) or len(_checked_texts("ids", ids)) != len(texts)):
         raise ValueError(f"ids: must be {len(texts)} texts, one for each prompt, got {ids!r}")
     row_ids = [str(number) for number in range(len(texts))] if ids is None else list(ids)
@@ -158,9 +161,8 @@ def generate(
 
 
 def _generated(model: TextModel, request: Request, completion: Completion) -> Generated:
-    stop = request.sampling.stop if completion.finish_reason == "stop" else ()
     return Generated(
-        cut_at_stop(model.tokenizer.decode(completion.tokens), stop),
+        answer_text(completion.tokens, completion.finish_reason, request.sampling, model.tokenizer.decode),
         completion.tokens,
         completion.finish_reason,
         completion.layers_run,

@@ -1,6 +1,6 @@
 """The text of an answer while its tokens arrive: whole characters only, and nothing that may become a stop string."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, cut_at_stop
 
@@ -8,14 +8,17 @@ from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, cut_at_sto
 class TextStream:
     """What `push` and `finish` return, joined, is the text of all tokens, cut at the first stop string."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), stop_token_ids: Collection[int] = ()
+    ) -> None:
         self._text, self._stop = IncrementalDetokenizer(decode), stop
+        self._stop_tokens = stop_token_ids
         self._held = ""  # may be the beginning of a stop string
         self._is_over = False
 
     def push(self, token: int) -> str:
         """The text that this token made certain."""
-        return self._release(self._held + self._text.push(token))
+        return "" if token in self._stop_tokens else self._release(self._held + self._text.push(token))
 
     def finish(self) -> str:
         """The rest of the text, after the last token."""

@@ -20,6 +20,7 @@ from skipdecode.config.model import (
     SwiftKVConfig,
     WantedImplementation,
 )
+from skipdecode.config.sampling import MAX_BIAS, MAX_PATTERN_TOKENS, MAX_PENALTY
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.schedules.from_config import METHODS
 from skipdecode.schedules.lossless import MOST_DRAFTS
@@ -55,6 +56,8 @@ else:
 
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 MAX_SAMPLES = 1024  # per prompt
+
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 class ModelConfig(Section):
@@ -153,6 +156,24 @@ class SwiftKVSection(Section):
         return shape
 
 
+class RepetitionDetectionSection(Section):
+    """When an answer counts as a loop."""
+
+    max_pattern_size: Annotated[int, Field(ge=1, le=MAX_PATTERN_TOKENS)]
+    """Tokens of the longest pattern."""
+    min_pattern_size: Annotated[int, Field(ge=1)] = 1
+    """Tokens of the shortest pattern."""
+    min_count: Annotated[int, Field(ge=2)] = 2
+    """How many times a pattern must follow itself."""
+
+    @field_validator("min_pattern_size")
+    @classmethod
+    def _fits(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("max_pattern_size", value):
+            raise ValueError("must be at most max_pattern_size")
+        return value
+
+
 class SamplingConfig(Section):
     prompt_logprobs: bool = False
     """Whether prompt tokens are scored too, at full depth (column `prompt_logprobs`)."""
@@ -164,12 +185,31 @@ class SamplingConfig(Section):
     """Sample from the smallest set of tokens with at least this much probability in all; 1: from all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from this many of the likeliest tokens; 0: no limit."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Sample from the tokens with at least this share of the likeliest one's probability, of those that `top_k` and
+    `top_p` leave; 0: no limit."""
+    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    """Makes tokens of the prompt and the answer less likely (above 1) or more (below), as in transformers; 1: none."""
+    presence_penalty: Penalty = 0.0
+    """Taken from the logit of every token that the answer has, as in OpenAI's API; -2 to 2."""
+    frequency_penalty: Penalty = 0.0
+    """Taken from the logit of a token for each time that the answer has it, as in OpenAI's API; -2 to 2."""
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
+        default_factory=dict
+    )
+    """By token id, what is added to its logit, -100 to 100."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Random numbers depend on the seed, the row's id and the step, and on nothing else."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end an answer, and are not part of it."""
     ignore_eos: bool = False
     """Whether generation continues after the end-of-text token."""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens before which an answer ends neither at the end-of-text token nor at `stop_token_ids`."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Token ids that end an answer, and are not part of its text."""
+    repetition_detection: RepetitionDetectionSection | None = None
+    """Ends an answer whose last tokens repeat themselves; its `finish_reason` is `repetition`. null: never."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probabilities of the generated tokens (column `logprobs`) and of this many of the likeliest tokens at each
     position (`top_logprobs`), as the model gives them before temperature, `top_k` and `top_p`. null: none."""
@@ -193,10 +233,22 @@ class SamplingConfig(Section):
             raise ValueError("should be at least 1; 0 scores prompts alone, and needs sampling.prompt_logprobs=true")
         return value
 
+    @field_validator("min_new_tokens")
+    @classmethod
+    def _is_within_the_limit(cls, value: int, info: ValidationInfo) -> int:
+        if value > (most := info.data.get("max_new_tokens", value)):
+            raise ValueError(f"must be at most sampling.max_new_tokens ({most})")
+        return value
+
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _one_token_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, int) else value
 
 
 class OutputConfig(Section):

@@ -24,7 +24,7 @@ MEANINGS: Final = {
     "generated_tokens": "its token ids, including the one that ended it",
     "num_input_tokens": "tokens of the prompt",
     "num_generated_tokens": "tokens of the answer",
-    "finish_reason": "`stop`, `length` or `error`",
+    "finish_reason": "`stop`, `length`, `repetition` (a loop) or `error`",
     "layers_run": "layers, summed over the row's decode steps",
     "ffns_run": "feed-forward blocks, summed over the row's decode steps",
     "error_code": "empty when the row is good",

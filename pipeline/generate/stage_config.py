@@ -18,10 +18,8 @@ from skipdecode.config.sampling import Sampling
 
 def make_sampling(config: JobConfig) -> Sampling:
     """The sampling of rows that set no parameters of their own."""
-    s = config.sampling
-    return Sampling(
-        s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop, s.ignore_eos, s.logprobs, s.prompt_logprobs
-    )
+    given = config.sampling.model_dump(exclude_none=True)
+    return Sampling().with_parameters({name: value for name, value in given.items() if name in Sampling.names()})
 
 
 class Paths(NamedTuple):

@@ -155,7 +155,7 @@ def contradictions(batch: pa.RecordBatch, status: str, scores: Collection[str]) 
     checks.append(
         ("num_generated_tokens is not their number", where(pc.not_equal(batch["num_generated_tokens"], length)))
     )
-    known = pa.array(["stop", "length"] if status == "ok" else ["error"])
+    known = pa.array(["stop", "length", "repetition"] if status == "ok" else ["error"])
     checks.append(
         (f"finish_reason of a row that is {status}", where(pc.invert(pc.is_in(batch["finish_reason"], known))))
     )

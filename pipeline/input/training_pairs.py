@@ -1,7 +1,7 @@
 """(prompt, response) pairs from Parquet, JSONL and CSV files, as text and as tokens: what training and evaluation read.
 
 Files are found and read as those of a run are, but everything is held in memory. The output of a run can be read: a
-response that it cut off (`finish_reason` is `length`) does not end with EOS.
+response that it cut off (`finish_reason` is `length` or `repetition`) does not end with EOS.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from pipeline.input.json_rows import json_kind
 from pipeline.schema import BAD_LINE
 from skipdecode.checkpoint.tokenizer import Tokenizer
 
-FINISH, CUT = "finish_reason", "length"
+FINISH, CUT = "finish_reason", ("length", "repetition")
 NO_ID = "\0"  # pairs have no ids, and no column has this name
 
 NUM_SHOWN = 5  # bad rows that an error lists
@@ -156,7 +156,7 @@ def _text_rows(
             if fault:  # it begins with its line
                 line, _, fault = fault.partition(": ")
                 where = f"{file.path} {line}"
-            is_cut = row.fields.get(FINISH) == CUT
+            is_cut = row.fields.get(FINISH) in CUT
             held.append(PairRow(where, row.fields.get(names[0]), row.fields.get(names[1]), fault, is_cut))
             if not all(name in seen for name in names):
                 seen.update(dict.fromkeys(row.fields))
@@ -186,7 +186,7 @@ def _parquet_rows(listing: Listing, file: SourceFile, columns: Sequence[tuple[st
                 number += 1
                 faults = [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
                 fault = f"column {faults[0]!r} is not valid UTF-8" if faults else ""
-                yield PairRow(f"{file.path} row {number}", prompt, response, fault, end == CUT)
+                yield PairRow(f"{file.path} row {number}", prompt, response, fault, end in CUT)
 
 
 def _check_columns(file: SourceFile, columns: Sequence[tuple[str, str]], found: Sequence[str]) -> None:

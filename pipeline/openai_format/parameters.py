@@ -16,10 +16,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pipeline.formatting import Json
 from pipeline.openai_format.unsupported import BATCH, CHATS, COMMON, COMPLETIONS, WITHOUT_EFFECT, Unsupported
 from skipdecode.config.model import MAX_LOGPROBS
+from skipdecode.config.sampling import MAX_BIAS, MAX_PENALTY, RepetitionDetection
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1000
 """What may become a stop string is held back, and compared with it at each token."""
+MAX_BIASED: Final = 1024
+"""Tokens with a bias, and tokens that end an answer: each is looked at in every step."""
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
 MAX_INT: Final = 2**63 - 1
 MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
@@ -32,6 +35,9 @@ def whole(value: Json) -> Json:
 
 Integer: TypeAlias = Annotated[int, BeforeValidator(whole)]
 PositiveInt: TypeAlias = Annotated[Integer, Field(ge=1, le=MAX_INT)]
+TokenId: TypeAlias = Annotated[Integer, Field(ge=0, le=MAX_TOKEN_ID)]
+Penalty: TypeAlias = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Bias: TypeAlias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -60,6 +66,36 @@ class RequestParameters(BaseModel):
     seed: Annotated[Integer, Field(ge=-(2**63), le=MAX_INT)] | None = None
     stop: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASED)] | None = None
+    """By token id, a string as in OpenAI's API."""
+    min_tokens: Annotated[Integer, Field(ge=0, le=MAX_INT)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASED, fail_fast=True)] | None = None
+    repetition_detection: dict[str, Integer] | None = None
+    """vLLM's `max_pattern_size`, `min_pattern_size` and `min_count`; a largest pattern of 0 turns it off."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not re.fullmatch("[0-9]{1,10}", key) or int(key) > MAX_TOKEN_ID:
+                raise BadParameter("logit_bias", f"must have token ids as keys, got {shown(key)}")
+        return value
+
+    @field_validator("repetition_detection")
+    @classmethod
+    def _check_detection(cls, value: dict[str, int] | None) -> dict[str, int] | None:
+        if not value or not value.get("max_pattern_size"):
+            return None
+        found = value | {"min_pattern_size": value.get("min_pattern_size") or 1}
+        try:
+            RepetitionDetection(**found)
+        except (TypeError, ValueError) as error:
+            raise BadParameter("repetition_detection", f"is not valid: {error}") from error
+        return found
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -108,6 +144,14 @@ class RequestParameters(BaseModel):
             "seed": self.seed,
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "min_new_tokens": self.min_tokens,
+            "stop_token_ids": self.stop_token_ids,
+            "repetition_detection": self.repetition_detection,
         }
         return {name: value for name, value in own.items() if value is not None}
 

@@ -30,7 +30,6 @@ WITHOUT_EFFECT: Final = frozenset(
 )  # fmt: skip
 """Parameters that cannot change an answer here, whatever their value."""
 
-_PENALTIES = "penalties are not supported"
 _SAMPLING = "this way of sampling is not supported"
 _TOOLS = "tool calling is not supported"
 _FORMATS = "structured outputs are not supported"
@@ -42,11 +41,6 @@ _IDS = "use return_token_ids"
 _INTERNAL = "it belongs to another engine"
 
 COMMON: Final[dict[str, Unsupported]] = {
-    "frequency_penalty": Unsupported(_PENALTIES, (0,)),
-    "presence_penalty": Unsupported(_PENALTIES, (0,)),
-    "repetition_penalty": Unsupported(_PENALTIES, (1,)),
-    "logit_bias": Unsupported(_SAMPLING, ({},)),
-    "min_p": Unsupported(_SAMPLING, (0,)),
     "allowed_token_ids": Unsupported(_SAMPLING),
     "bad_words": Unsupported(_SAMPLING, ([],)),
     "logits_processors": Unsupported(_SAMPLING, ([],)),
@@ -55,9 +49,6 @@ COMMON: Final[dict[str, Unsupported]] = {
     "use_beam_search": Unsupported("beam search is not supported", (False,)),
     "length_penalty": Unsupported("beam search is not supported", (1,)),
     "early_stopping": Unsupported("beam search is not supported", (False,)),
-    "min_tokens": Unsupported("an answer may end at any token; ignore_eos makes all of max_tokens", (0,)),
-    "stop_token_ids": Unsupported("an answer ends at the model's own end or at a stop string", ([],)),
-    "repetition_detection": Unsupported("an answer ends at the model's own end or at a stop string"),
     "include_stop_str_in_output": Unsupported("a text ends before its stop string", (False,)),
     "skip_special_tokens": Unsupported("texts are without special tokens", (True,)),
     "spaces_between_special_tokens": Unsupported("texts are without special tokens", (True,)),

@@ -33,7 +33,9 @@ class Choice:
         self._is_chat = isinstance(asked, ChatRequest)
         self._echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
         self._is_prompt_only = asked.max_new_tokens == 0
-        self._stream, self._offsets = TextStream(decode, request.sampling.stop), TextOffsets(decode)
+        sampling = request.sampling
+        self._stream = TextStream(decode, sampling.stop, sampling.stop_token_ids)
+        self._offsets = TextOffsets(decode)
         self._has_begun = False
 
     def take(self, progress: Progress) -> Body:

@@ -19,6 +19,8 @@ from pipeline.service.requests import ChatRequest, CompletionRequest, HttpParame
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 
+REQUEST_NAMES = {"min_new_tokens": "min_tokens"}
+"""Sampling parameters that have another name in requests."""
 CHAT_TOKENS = 256  # default limit of an answer to a chat; the 16 of a completion are too few
 
 
@@ -111,15 +113,16 @@ class Prompts:
 
     def _sampling(self, asked: HttpParameters, usual_tokens: int) -> Sampling:
         default, own = self.config.sampling, asked.sampling()
-        return Sampling(
-            max_new_tokens=max(own.get("max_new_tokens", usual_tokens), 1),
-            temperature=own.get("temperature", default.temperature),
-            top_p=own.get("top_p", default.top_p),
-            top_k=own.get("top_k", default.top_k),
-            seed=own.get("seed", secrets.randbits(63)),  # without a seed answers differ, as in OpenAI's API
-            stop=tuple(own.get("stop", ())),
-            ignore_eos=own.get("ignore_eos", False),
-        )
+        own["max_new_tokens"] = max(own.get("max_new_tokens", usual_tokens), 1)
+        seed = secrets.randbits(63)  # without a seed answers differ, as in OpenAI's API
+        base = Sampling(temperature=default.temperature, top_p=default.top_p, top_k=default.top_k, seed=seed)
+        try:
+            sampling = base.with_parameters(own)
+            sampling.check_vocabulary(self.generator.model.config.vocab_size)
+        except ValueError as error:
+            name, _, reason = str(error).partition(": ")
+            raise BadParameter(REQUEST_NAMES.get(name, name), reason) from error
+        return sampling
 
     def _check_n(self, asked: HttpParameters, sampling: Sampling, most: int) -> None:
         if (n := asked.n or 1) > most:

@@ -10,7 +10,7 @@ from pipeline.openai_format.parameters import asks_for_choice
 from pipeline.schema import CHOICE, ENGINE_ERROR, OUTPUT_SCHEMA, PROMPT_TOKENS, SAMPLING, STATUS, score_schema
 from pipeline.stages.openai_choices import choice_of
 from pipeline.stages.tokenize import TOKENS, TokenizeConfig, describe, load_tokenizer, row_sampling, with_columns
-from skipdecode.checkpoint.detokenizer import cut_at_stop
+from skipdecode.checkpoint.detokenizer import answer_text
 
 
 def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
@@ -26,9 +26,9 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
     prompts = table[PROMPT_TOKENS].to_pylist() if config.has_choices else []
     for row, own in enumerate(table[SAMPLING].to_pylist()):
         try:
-            text = tokenizer.decode(tokens[row])
-            stop = row_sampling(config.sampling, own).stop if reasons[row] == "stop" else ()
-            texts[row] = cut_at_stop(text, stop)
+            if tokens[row]:
+                sampling = row_sampling(config.sampling, own)
+                texts[row] = answer_text(tokens[row], reasons[row], sampling, tokenizer.decode)
             if config.has_choices and not codes[row] and asks_for_choice(own):
                 choices[row] = choice_of(own, prompts[row], tokens[row], texts[row], tokenizer.decode)
         except Exception as error:  # whatever one row makes a library raise is that row's failure

@@ -6,7 +6,7 @@ input pass through untouched; our own are `pipeline.schema`. Not here: turning t
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -36,11 +36,18 @@ def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
     if overrides is None:
         return base
     own = json.loads(overrides)
-    if "stop" in own:
-        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
-    for name in NOT_SAMPLING:
-        own.pop(name, None)
-    return replace(base, **own)
+    return base.with_parameters({name: value for name, value in own.items() if name not in NOT_SAMPLING})
+
+
+def check_sampling(config: "TokenizeConfig", overrides: str | None) -> tuple[Sampling, tuple[str, str] | None]:
+    """A row's sampling, and the error code and message if its own parameters cannot be used."""
+    try:
+        sampling = row_sampling(config.sampling, overrides)
+        if overrides is not None:
+            sampling.check_vocabulary(config.model.vocab_size)
+    except ValueError as error:
+        return config.sampling, (BAD_PARAMETERS, str(error))
+    return sampling, None
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,14 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
                 tokens[row] = given[row] or list(tokenizer.front)
                 known = [token for token in given[row] if token < config.model.vocab_size]
                 prompts[row] = prompts[row] or tokenizer.decode(known)
-            max_new_tokens = row_sampling(config.sampling, samplings[row]).max_new_tokens
+            sampling, problem = check_sampling(config, samplings[row])
             # a chat template may begin with another token
             is_bare = is_rendered[row] and tokens[row][: len(tokenizer.front)] != list(tokenizer.front)
             front = () if is_bare else tokenizer.front
-            tokens[row], problem = fit_prompt(
-                tokens[row], front, max_new_tokens, config, is_cut=row in cut, is_chat=is_rendered[row]
-            )
+            if problem is None:
+                tokens[row], problem = fit_prompt(
+                    tokens[row], front, sampling.max_new_tokens, config, is_cut=row in cut, is_chat=is_rendered[row]
+                )
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
         counts[row] = len(tokens[row])

@@ -29,14 +29,26 @@ def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tenso
     The CDF runs over token ids, not over ranks: logits that differ by rounding only, as they do from one batch shape to
     another, may swap ranks, and would swap the tokens that a number stands for.
     """
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()  # of a token the same whatever else is kept
+    return _drawn(weights.masked_fill(_is_cut(logits, top_k, top_p), 0.0), uniform)
+
+
+def mask_unlikely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[B, V] logits, -inf where top-k and top-p cut, or where a token has less than `min_p` of the likeliest one's
+    probability; parameters [B, 1], temperature above 0."""
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    is_unlikely = scaled.exp() < min_p  # the likeliest is 1, and never cut
+    return logits.masked_fill(_is_cut(scaled, top_k, top_p) | is_unlikely, -torch.inf)
+
+
+def _is_cut(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """[B, V] bool by token id: what top-k and then top-p leave out."""
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     p = ordered.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
     before = p.cumsum(dim=-1) - p
     is_cut = (before >= top_p) & (rank > 0) & (top_p < 1)  # the token that crosses top_p stays, and the first always
-    is_cut = torch.zeros_like(is_cut).scatter(1, tokens, is_cut | (rank >= top_k))  # by token id
-    weights = (logits - ordered[:, :1]).exp()  # in proportion to p, and the same for a token whatever else is kept
-    return _drawn(weights.masked_fill(is_cut, 0.0), uniform)
+    return torch.zeros_like(is_cut).scatter(1, tokens, is_cut | (rank >= top_k))
 
 
 def _drawn(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ quickly.
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 
+from skipdecode.config.sampling import Sampling
+
 REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
 MAX_OPEN, MAX_PARTS = 8, 3  # an unfinished character has at most three bytes, and so spans at most three tokens
 
@@ -151,6 +153,16 @@ class StopStringSearch:
         self._tail = text[max(0, len(text) - self._longest + 1) :]
         text = self._text.extended(text, self._longest)
         return any(s in text for s in self._stop)
+
+
+def answer_text(
+    tokens: Sequence[int], finish_reason: str, sampling: Sampling, decode: Callable[[Sequence[int]], str]
+) -> str:
+    """The text of the tokens that a row has generated, which ends before a stop string or a stop token."""
+    if finish_reason != "stop":
+        return decode(tokens)
+    is_stopped = tokens[-1] in sampling.stop_token_ids
+    return cut_at_stop(decode(tokens[:-1] if is_stopped else tokens), sampling.stop)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

@@ -36,6 +36,10 @@ GREEDY_KEYS: dict[str, Any] = {
 effect besides null (transformers 5.24, `generation/utils.py`)."""
 
 
+SAMPLING_KEYS = ("repetition_penalty", "min_new_tokens")
+"""Those that `sampling` has by the same name."""
+
+
 def read_config(folder: str | Path, implementation: WantedImplementation = "auto") -> DecoderConfig:
     """Reads the config.json of a Hugging Face folder (and EOS of its generation_config.json), or a GGUF file.
 
@@ -90,9 +94,10 @@ def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
     changed = [key for key, value in values.items() if value not in (None, [], {}) and value != GREEDY_KEYS[key]]
     if changed:
         listed = ", ".join(f"{key}={values[key]!r:.40}" for key in changed)
+        remedy = "".join(f"; sampling.{key}={values[key]} applies it" for key in SAMPLING_KEYS if key in changed)
         remarks.append(
             f"{folder / name}: {listed} has no effect here, while transformers' generate applies it: greedy texts "
-            "differ (docs/models.md)"
+            f"differ (docs/models.md){remedy}"
         )
     if generation.get(EOS) is None and config.eos_token_ids:
         whose = f"of {CONFIG_FILE}" if raw.get(EOS) is not None else f"that {config.model_type} has by default"

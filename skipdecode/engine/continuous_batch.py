@@ -23,6 +23,7 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.async_output import AsyncOutput
+from skipdecode.engine.logits_processor import LogitsProcessor
 from skipdecode.engine.logprobs import LogprobRecorder, assign
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, rounded_columns, shared_prompts
 from skipdecode.engine.prefix_sharing import PrefixSharing
@@ -33,7 +34,7 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer_loop import run_layers
 from skipdecode.model.random_numbers import row_uniforms
-from skipdecode.model.sampler import argmax, cuts, pick
+from skipdecode.model.sampler import argmax, cuts, parameters, pick
 from skipdecode.schedules.layer_ranges import NEVER, layer_ends, ranges_by_age
 from skipdecode.schedules.schedule import Schedule, kv_owner_of_layers
 
@@ -101,6 +102,8 @@ class ContinuousBatch:
             model.device
         )  # with the members, and the rows that want log-probabilities
         self._max_pending = MAX_PENDING[model.device.type] if max_pending is None else max_pending
+        self._process = LogitsProcessor(model.config.eos_token_ids)
+        self._is_processed = False  # whether logits of any member are processed
         self.row_steps = 0
         """Rows in the batch, summed over steps, including ended ones."""
 
@@ -132,9 +135,10 @@ class ContinuousBatch:
         rows = [Row(request) for request in requests]
         members = [_Member(row, self._num_steps) for row in rows]
         params, recorder = _params(members, self.model.device), LogprobRecorder(rows, self.model.device)
-        is_plain = params is None and not recorder.is_asked  # only the most likely token is wanted
+        is_processed = any(request.sampling.processes_logits for request in requests)
+        is_plain = params is None and not recorder.is_asked and not is_processed  # wants the most likely token alone
         made, cache = self._feed_prompts(requests, sharing, return_argmax=is_plain)
-        first = made if is_plain else _choose(made, members, params, self._num_steps)
+        first = made if is_plain else _choose(self._process(made, rows), members, params, self._num_steps)
         if recorder.is_asked:
             recorder.record(made, first)
         self._send(first, members, recorder)
@@ -180,6 +184,8 @@ class ContinuousBatch:
     @torch.inference_mode()
     def step(self) -> None:
         """Feeds the newest token of every row and generates the next one; reads output that is due."""
+        while self._is_processed and self._output.num_pending:  # the next logits depend on the newest tokens
+            self._read_output()
         self._drop_ended(carry=CARRY)
         if self._members:
             self._feed_newest()
@@ -200,11 +206,12 @@ class ContinuousBatch:
         h, _ = run_layers(self.model, embedded, self._cache.view(self.model.rotary_table), ranges)
         self._num_steps += 1
         self.row_steps += len(members)
-        if self._params is None and not self._logprobs.is_asked:
+        if self._params is None and not self._logprobs.is_asked and not self._is_processed:
             self._newest = self.model.argmax(h[:, -1])
         else:
             logits = self.model.head(h[:, -1])
-            self._newest = _choose(logits, members, self._params, self._num_steps)
+            processed = self._process(logits, [member.row for member in members])
+            self._newest = _choose(processed, members, self._params, self._num_steps)
             self._logprobs.record(logits, self._newest)
         self._send(self._newest, members, self._logprobs)
 
@@ -245,7 +252,10 @@ class ContinuousBatch:
 
     def _changed(self) -> None:
         """Called after rows have joined or left."""
-        self._logprobs.keep([member.row for member in self._members])
+        rows = [member.row for member in self._members]
+        self._logprobs.keep(rows)
+        self._process.keep(set(rows))
+        self._is_processed = any(row.request.sampling.processes_logits for row in rows)
 
 
 def check_continuous(schedule: Schedule) -> None:
@@ -266,12 +276,7 @@ def _params(members: Sequence[_Member], device: torch.device) -> tuple[Tensor, T
     """Temperature, top_k and top_p [B, 1] of the rows; None if all are greedy."""
     if all(member.is_greedy for member in members):
         return None
-    samplings = [member.row.request.sampling for member in members]
-    return (
-        to_device([[s.temperature] for s in samplings], device, torch.float32),
-        to_device([[s.top_k or 2**62] for s in samplings], device),
-        to_device([[s.top_p] for s in samplings], device, torch.float32),
-    )
+    return parameters([member.row.request.sampling for member in members], device)
 
 
 def _choose(

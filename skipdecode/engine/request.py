@@ -1,18 +1,20 @@
 """Requests and their progress on the host: tokens so far, and where a row ends. No torch.
 
-A row ends at EOS, at a stop string, at `max_new_tokens`, or when it is cancelled; nothing else decides that.
+A row ends at EOS or another token that stops it, at a stop string, in a loop (`repetition_detection`), at
+`max_new_tokens`, or when it is cancelled; nothing else decides that.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from skipdecode.checkpoint.detokenizer import StopStringSearch
-from skipdecode.config.sampling import Sampling
+from skipdecode.config.sampling import RepetitionDetection, Sampling
 from skipdecode.engine.results import Completion, TokenLogprobs
 from skipdecode.schedules.schedule import Schedule
 
 DecodeText = Callable[[Sequence[int]], str]
 CANCELLED = "cancelled"
+REPETITION = "repetition"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Row:
         """One entry per token if requested; may have surplus entries once the row has ended."""
         self.finish_reason: str | None = None
         self._scan: StopStringSearch | None = None
+        detection = request.sampling.repetition_detection
+        self._loops = None if detection is None else RepetitionSearch(detection)
 
     @property
     def is_running(self) -> bool:
@@ -55,9 +59,13 @@ class Row:
             self._scan = StopStringSearch(sampling.stop, decode)
         for token in new[: sampling.max_new_tokens - len(self.tokens)]:
             self.tokens.append(token)
-            is_eos = token in eos and not sampling.ignore_eos
-            if is_eos or (self._scan is not None and self._scan.push(token)):
+            is_end = (token in eos and not sampling.ignore_eos) or token in sampling.stop_token_ids
+            if is_end or (self._scan is not None and self._scan.push(token)):
                 self.finish_reason = "stop"
+                return
+            is_loop = self._loops is not None and self._loops.is_loop(self.tokens)
+            if is_loop and sampling.min_new_tokens <= len(self.tokens) < sampling.max_new_tokens:
+                self.finish_reason = REPETITION
                 return
         if len(self.tokens) == sampling.max_new_tokens:
             self.finish_reason = "length"
@@ -65,6 +73,29 @@ class Row:
     def cancel(self) -> None:
         """Ends the row; has no effect on a row that has ended."""
         self.finish_reason = self.finish_reason or CANCELLED
+
+
+class RepetitionSearch:
+    """Whether the end of a growing text repeats itself, by what each pattern size has matched so far."""
+
+    def __init__(self, detection: RepetitionDetection) -> None:
+        self._sizes = range(detection.min_pattern_size, detection.max_pattern_size + 1)
+        self._times = detection.min_count - 1
+        self._matched = [0] * len(self._sizes)
+        """Last tokens that equal those one pattern size before them."""
+
+    def is_loop(self, tokens: Sequence[int]) -> bool:
+        """To be called after each token, with all of them."""
+        newest, count, found = tokens[-1], len(tokens), False
+        for at, size in enumerate(self._sizes):
+            if size >= count:
+                break
+            if tokens[-1 - size] == newest:
+                self._matched[at] += 1
+                found = found or self._matched[at] >= size * self._times
+            else:
+                self._matched[at] = 0
+        return found
 
 
 def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:

@@ -19,7 +19,7 @@ class Completion:
     tokens: list[int]
     """The generated tokens, including the EOS or the token that completed a stop string."""
     finish_reason: str
-    """`stop` (EOS or a stop string) or `length`."""
+    """`stop` (EOS, another token that stops the row, or a stop string), `length` or `repetition`."""
     layers_run: int
     """Layers, summed over the row's decode steps."""
     ffns_run: int

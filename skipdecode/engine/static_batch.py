@@ -18,6 +18,7 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.cuda_graphs import CudaGraphs
+from skipdecode.engine.logits_processor import LogitsProcessor
 from skipdecode.engine.logprobs import LogprobRecorder, assign
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts, shared_prompts
 from skipdecode.engine.prefix_sharing import PrefixSharing
@@ -95,6 +96,10 @@ class StaticBatch:
         self._logprobs = LogprobRecorder(self.rows, device)
         self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(device)
         self._max_pending = MAX_PENDING[device.type] if max_pending is None else max_pending
+        self._process = LogitsProcessor(model.config.eos_token_ids)
+        self._is_processed = any(row.request.sampling.processes_logits for row in self.rows)
+        if self._is_processed:  # the next step's logits depend on the newest token
+            self.check_every, self._max_pending = 1, 0
         self.stats = BatchStats(
             rows=len(self.rows),
             prompt_columns=self._longest if prompt_columns is None else prompt_columns,
@@ -148,12 +153,16 @@ class StaticBatch:
     @property
     def _needs_argmax_only(self) -> bool:
         """True if of the logits only the most likely token is wanted."""
-        return self._sampler.is_greedy and not self._logprobs.is_asked
+        return self._sampler.is_greedy and not self._logprobs.is_asked and not self._is_processed
 
     def _choose(self, output: Tensor) -> None:
         """Chooses the next token of every row. `output`: logits [B, V], or already the argmax [B] if
         `_needs_argmax_only`."""
-        self._newest = output if self._needs_argmax_only else self._sampler(output, self._num_made)  # [B]
+        if self._needs_argmax_only:
+            self._newest = output  # [B]
+        else:
+            processed = self._process(output, [self.rows[index] for index in self._batch_rows])
+            self._newest = self._sampler(processed, self._num_made)
         self._unsent_tokens.append(self._newest)
         self._num_made += 1
         if self._logprobs.is_asked:

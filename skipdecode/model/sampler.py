@@ -1,7 +1,8 @@
 """Choosing the next token of every row of a batch, on its device: greedy, or one draw from what top-k and top-p leave.
 
 Greedy at temperature 0; else temperature, top-k, top-p, then the row's own uniform number
-(`random_numbers.row_uniforms`). No repetition penalties and no beams. B rows, V vocabulary.
+(`random_numbers.row_uniforms`). Penalties, biases and min_p change the logits before
+(`skipdecode.engine.logits_processor`). No beams. B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
 from skipdecode.model.random_numbers import row_uniforms
 
+NO_TOP_K = 2**62
+
 
 class Sampler:
     """The rows of one batch, with their parameters and random numbers on the device."""
@@ -26,9 +29,7 @@ class Sampler:
         uniforms = np.stack([row_uniforms(row.seed, i, num_tokens) for i, row in zip(ids, rows, strict=True)])
         self._uniforms = to_device(uniforms, device)  # [B, N]
         self._cuts = any(cuts(row) for row in rows)
-        self._temperature = to_device([[row.temperature] for row in rows], device, torch.float32)  # [B, 1]
-        self._top_p = to_device([[row.top_p] for row in rows], device, torch.float32)
-        self._top_k = to_device([[row.top_k or 2**62] for row in rows], device)
+        self._temperature, self._top_k, self._top_p = parameters(rows, device)
 
     def keep(self, rows: Tensor) -> None:
         """Drops all rows but `rows` [R] int64."""
@@ -45,8 +46,24 @@ class Sampler:
 
 
 def cuts(row: Sampling) -> bool:
-    """Whether a row draws, and from fewer than all tokens."""
-    return row.temperature > 0 and (row.top_k > 0 or row.top_p < 1)
+    """Whether a row draws, and from fewer tokens than its logits leave."""
+    return row.temperature > 0 and not row.has_min_p and (row.top_k > 0 or row.top_p < 1)
+
+
+def parameters(rows: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Temperature, top_k and top_p [B, 1] of the rows for `pick`; what processed logits have cut is not cut again."""
+    temperature, top_k, top_p, min_p = limits(rows, device)
+    return temperature, top_k.masked_fill(min_p > 0, NO_TOP_K), top_p.masked_fill(min_p > 0, 1.0)
+
+
+def limits(rows: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Temperature, top_k, top_p and min_p [B, 1] of the rows."""
+    return (
+        to_device([[row.temperature] for row in rows], device, torch.float32),
+        to_device([[row.top_k or NO_TOP_K] for row in rows], device),
+        to_device([[row.top_p] for row in rows], device, torch.float32),
+        to_device([[row.min_p if row.has_min_p else 0.0] for row in rows], device, torch.float32),
+    )
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -136,27 +136,34 @@ class RaggedBatch(ContinuousBatch):
         """Samples one token of each row: [N, V] -> [N]."""
         return pick(logits, *draws.params, draws.uniforms, cuts=self._has_cuts)
 
-    def _choose_at(self, h: Tensor, slots: Sequence[int], draws: Draws | None) -> tuple[list[Tensor], Tensor]:
+    def _choose_at(
+        self, h: Tensor, slots: Sequence[int], draws: Draws | None, drafted: Sequence[list[int]] = ()
+    ) -> tuple[list[Tensor], Tensor]:
         """The next token after each position, of the row in `slots[i]` and by its `draws` [N]; before it, what
-        `top_logprobs` gives for the positions whose rows ask for log-probabilities."""
-        if self._params is None and not self._logprobs.is_asked:
+        `top_logprobs` gives for the positions whose rows ask for log-probabilities. `drafted` as for
+        `LogitsProcessor`."""
+        if self._params is None and not self._logprobs.is_asked and not self._is_processed:
             return [], self.model.argmax(h.select(1, -1))
         states, most = h.select(1, -1), max(len(self._members), FEW)
         if len(h) <= most:
-            return self._choose(states, slots, draws)
+            return self._choose(states, slots, draws, drafted)
         made, found = list[Tensor](), list[list[Tensor]]()
         for begin in range(0, len(h), most):  # the logits of all at once may take more memory than the cache
             part = slice(begin, begin + most)
-            seen, chosen = self._choose(states[part], slots[part], None if draws is None else draws.of(part))
+            own = None if draws is None else draws.of(part)
+            seen, chosen = self._choose(states[part], slots[part], own, drafted[part])
             made.append(chosen)
             if seen:
                 found.append(seen)
         return [torch.cat(parts) for parts in zip(*found, strict=True)], torch.cat(made)
 
-    def _choose(self, states: Tensor, slots: Sequence[int], draws: Draws | None) -> tuple[list[Tensor], Tensor]:
+    def _choose(
+        self, states: Tensor, slots: Sequence[int], draws: Draws | None, drafted: Sequence[list[int]]
+    ) -> tuple[list[Tensor], Tensor]:
         """`_choose_at` for states [N, D] whose logits are held at once."""
         logits = self.model.head(states)
-        made = argmax(logits) if draws is None else self._drawn(logits, draws)
+        processed = self._process(logits, [self._members[slot].row for slot in slots], drafted)
+        made = argmax(processed) if draws is None else self._drawn(processed, draws)
         if not self._logprobs.is_asked:
             return [], made
         own = [i for i, slot in enumerate(slots) if self._members[slot].row.request.top_logprobs is not None]

@@ -22,6 +22,7 @@ from skipdecode.engine.request import DecodeText, Request, Row
 from skipdecode.engine.static_batch import synchronized_time
 from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.sampler import argmax
 from skipdecode.schedules.layer_ranges import layer_ends, ranges_by_age
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import Decision, SpeculationController
@@ -124,7 +125,7 @@ class SpeculativeBatch(RaggedBatch):
             step=len(row.tokens) - 1,
             tokens=[row.tokens[-1]],
             limit=sampling.max_new_tokens - 1 - len(row.tokens),
-            eos=() if sampling.ignore_eos else tuple(self.model.config.eos_token_ids),
+            eos=(*(() if sampling.ignore_eos else self.model.config.eos_token_ids), *sampling.stop_token_ids),
             wanted=decision.layer_tokens,
         )
         length, tokens = self._proposer.propose(row, decision.ngram_tokens, draft.limit)
@@ -137,7 +138,9 @@ class SpeculativeBatch(RaggedBatch):
     def _draft_by_layers(self, drafts: Sequence[Draft], context: int) -> None:
         """Adds drafts by passes that skip layers, each of which makes one token of every row that wants one. As in
         `ContinuousBatch`, rows at earlier steps run more layers, and come last."""
-        head = self._controller.vocabulary.head(self.model) if self._has_vocabulary else None
+        # processed logits are those of all tokens
+        has_list = self._has_vocabulary and not self._is_processed
+        head = self._controller.vocabulary.head(self.model) if has_list else None
         self._controller.num_draft_outputs = None if head is None else len(head.tokens)
         begin, predicted_s, largest = synchronized_time(self._device), 0.0, 0
         rows, draws = sorted(drafts, key=lambda draft: -draft.step), None
@@ -152,7 +155,8 @@ class SpeculativeBatch(RaggedBatch):
             while not number or not any(draft.is_complete for draft in rows):
                 if number:  # the same rows, one position on
                     view.advance()
-                made = self._draft_once(steps, tokens, view, None if draws is None else draws.number(number), head)
+                own = None if draws is None else draws.number(number)
+                made = self._draft_once(rows, steps, tokens, view, own, head)
                 tokens = self._scripted(rows, made)
                 for draft, token, step in zip(rows, tokens.tolist(), steps, strict=True):
                     plan = self._lossless.drafts.step(step)
@@ -167,11 +171,22 @@ class SpeculativeBatch(RaggedBatch):
         self.stats.model_decode_s += predicted_s
 
     def _draft_once(
-        self, steps: Sequence[int], tokens: Tensor, view: TokensView, draws: Draws | None, head: DraftHead | None
+        self,
+        drafts: Sequence[Draft],
+        steps: Sequence[int],
+        tokens: Tensor,
+        view: TokensView,
+        draws: Draws | None,
+        head: DraftHead | None,
     ) -> Tensor:
-        """One pass that skips layers over `tokens` [n], fed at decode steps `steps`: the next tokens [n]."""
+        """One pass that skips layers over `tokens` [n], the newest of `drafts`, fed at decode steps `steps`: the next
+        tokens [n]."""
         model = self.model
         h = self._feed(tokens, view, ranges_by_age(steps, *self._draft_ends))[:, -1]
+        if self._is_processed:
+            rows = [self._members[draft.slot].row for draft in drafts]
+            logits = self._process(model.head(h), rows, [draft.tokens[1:] for draft in drafts])
+            return argmax(logits) if draws is None else self._drawn(logits, draws)
         if draws is None:
             return model.argmax(h) if head is None else head.argmax(model.head_states(h))
         if head is None:
@@ -198,7 +213,9 @@ class SpeculativeBatch(RaggedBatch):
         owners, offsets = [draft for draft, _ in spread], [i for _, i in spread]
         h = self._feed(*self._inputs(owners, offsets), self._full)
         slots = [draft.slot for draft in owners]
-        found, made = self._choose_at(h, slots, self._draws(slots, [draft.step + i + 1 for draft, i in spread]))
+        draws = self._draws(slots, [draft.step + i + 1 for draft, i in spread])
+        followed = [draft.tokens[1 : i + 1] for draft, i in spread] if self._is_processed else ()
+        found, made = self._choose_at(h, slots, draws, followed)
         chosen, start, num_kept = made.tolist(), 0, 0
         fed: list[tuple[Row, int, int]] = []  # rows, their tokens that were fed, and how many new ones they keep
         for draft in drafts:

@@ -54,7 +54,10 @@ def test_every_key_of_a_run_is_on_the_page(generator: ModuleType) -> None:
     page = GENERATED.read_text(encoding="utf-8")
     keys = set(re.findall(r"^\| `([\w.\[\]]+)` \|", page, re.MULTILINE))
     config = generator.find("JobConfig")().model_dump()
-    assert {f"{section}.{key}" for section, keys_ in config.items() for key in keys_} - keys <= {"decode.ffn_skip"}
+    assert {f"{section}.{key}" for section, keys_ in config.items() for key in keys_} - keys <= {
+        "decode.ffn_skip",
+        "sampling.repetition_detection",
+    }
     assert {"decode.ffn_skip.threshold", "runs[].decode[].speedup", "engine.scheduler", "train.schedules"} <= keys
 
 

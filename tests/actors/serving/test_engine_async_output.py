@@ -38,13 +38,20 @@ def engine_of(generator: Generator, **keys: Any) -> Engine:
 
 
 def pool_of(count: int) -> list[Request]:
-    """Greedy and drawn, with stop strings and without, short and long; every fifth is over with its first token."""
+    """Greedy and drawn, with stop strings and penalties and without, short and long; every fifth is over with its first
+    token."""
     prompts = random_prompts([1 + i % 40 for i in range(count)], seed=6)
     return [
         Request(
             str(i),
             p,
-            Sampling(1 if i % 5 == 4 else 10 + i % 7, float(i % 2), seed=i, stop=("e", "a") if i % 3 == 0 else ()),
+            Sampling(
+                1 if i % 5 == 4 else 10 + i % 7,
+                float(i % 2),
+                seed=i,
+                stop=("e", "a") if i % 3 == 0 else (),
+                repetition_penalty=1.5 if i % 6 == 1 else 1.0,
+            ),
             top_logprobs=2 if i % 4 == 0 else None,
         )
         for i, p in enumerate(prompts)

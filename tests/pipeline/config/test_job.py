@@ -92,6 +92,8 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     assert config["sampling"] == {
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
         "ignore_eos": False, "deterministic": False, "logprobs": None, "prompt_logprobs": False, "n": 1,
+        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
+        "min_new_tokens": 0, "stop_token_ids": [], "repetition_detection": None,
     }  # fmt: skip
     assert config["input"] == {
         "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
@@ -191,6 +193,15 @@ def test_the_tree_is_frozen() -> None:
         ("no.such=9", "no: unknown key; known keys: model, decode, prefill"),
         (".", "expected key=value, e.g. decode.speedup=3; a file is given by an option, e.g. -i FILE"),
         ("sampling.top_p=0", "sampling.top_p: "),
+        ("sampling.min_new_tokens=65", "sampling.min_new_tokens: must be at most sampling.max_new_tokens (64)"),
+        ("sampling.logit_bias={5: 101}", "sampling.logit_bias"),
+        ("sampling.logit_bias={a: 1}", "sampling.logit_bias"),
+        ("sampling.presence_penalty=2.5", "sampling.presence_penalty: "),
+        ("sampling.repetition_detection={min_count: 2}", "sampling.repetition_detection.max_pattern_size: "),
+        (
+            "sampling.repetition_detection={max_pattern_size: 2, min_pattern_size: 3}",
+            "sampling.repetition_detection.min_pattern_size: must be at most max_pattern_size",
+        ),
         ("sampling.temperature=.inf", "sampling.temperature: "),
         ("sampling.max_new_tokens=0", "sampling.max_new_tokens: "),
         ("sampling.max_new_tokens=many", "sampling.max_new_tokens: "),

@@ -63,6 +63,10 @@ def test_batch_is_found_and_normalised(tmp_path: Path) -> None:
         "seed": -3,
         "stop": ["END"],
         "ignore_eos": True,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "min_p": 0,
     }
     SamplingConfig(**own)  # our names and ranges
     assert list(good)[6:] == ["method", "url", "body"]
@@ -128,11 +132,13 @@ def test_batch_bad_prompts(tmp_path: Path, prompt: Any, code: str, match: str) -
         ("stream", [True, 0]),
         ("logprobs", [-1, 21, True, 1.5, "1"]),
         ("suffix", ["x"]),
-        ("presence_penalty", [0.1, True, 10**400]),
-        ("frequency_penalty", [-1]),
-        ("logit_bias", [{"5": 1}, 0]),
+        ("presence_penalty", [2.1, True, 10**400]),
+        ("frequency_penalty", [-3]),
+        ("logit_bias", [{"a": 1}, {"5": 101}, 0]),
         ("stream_options", [{"include_usage": True}]),
-        ("min_p", [0.1, False]),
+        ("min_p", [1.1, False]),
+        ("stop_token_ids", [[-1], 5]),
+        ("min_tokens", [-1, 0.5]),
         ("messages", [[]]),
     ],
 )

@@ -14,6 +14,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pipeline.openai_format.parameters import BadParameter, ChatLine, CompletionLine, RequestParameters
 from pipeline.openai_format.unsupported import BATCH, CHATS, COMPLETIONS, WITHOUT_EFFECT
 from pipeline.service.requests import ChatRequest, CompletionRequest
+from skipdecode.config.sampling import RepetitionDetection, Sampling
 
 ROOT = Path(__file__).parents[3]
 DEFAULTS = json.loads((ROOT / "tests" / "support" / "recorded" / "vllm_defaults.json").read_text())
@@ -36,9 +37,8 @@ def parse(kind: type[RequestParameters], body: dict[str, Any]) -> RequestParamet
 def test_every_parameter_of_vllm_passes_at_its_default(api: str, kind: type[RequestParameters]) -> None:
     for name, value in DEFAULTS[api].items():
         parse(kind, {name: value})
-    assert parse(kind, DEFAULTS[api]).sampling().keys() <= {
-        "max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos"
-    }  # fmt: skip
+    own = parse(kind, DEFAULTS[api]).sampling()
+    assert not Sampling(max_new_tokens=1).with_parameters(own).processes_logits
 
 
 @pytest.mark.parametrize(("api", "kind"), KINDS)
@@ -71,8 +71,15 @@ def test_null_and_labels_are_let_through() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("repetition_penalty", 1.2, "repetition_penalty must be 1 or null, got 1.2: penalties are not supported"),
-        ("presence_penalty", False, "presence_penalty must be 0 or null, got false: penalties are not supported"),
+        ("repetition_penalty", 0, "repetition_penalty must be greater than 0, got 0"),
+        ("presence_penalty", False, "presence_penalty must be a valid number, got false"),
+        ("frequency_penalty", 2.5, "frequency_penalty must be less than or equal to 2, got 2.5"),
+        ("min_p", 1.5, "min_p must be less than or equal to 1, got 1.5"),
+        ("logit_bias", {"yes": 5}, 'logit_bias must have token ids as keys, got "yes"'),
+        ("logit_bias", {"5": 101}, "logit_bias must be less than or equal to 100, got 101"),
+        ("stop_token_ids", [-1], "stop_token_ids must be greater than or equal to 0, got -1"),
+        ("repetition_detection", {"max_pattern_size": 3, "min_count": 1}, "repetition_detection is not valid"),
+        ("repetition_detection", {"max_pattern_size": 3, "sizes": 1}, "repetition_detection is not valid"),
         ("skip_special_tokens", 1, "skip_special_tokens must be true or null, got 1: texts are without special tokens"),
         ("reasoning_effort", "low", 'reasoning_effort must be null, got "low": the server does not tell reasoning'),
         ("chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs must be {} or null, got"),
@@ -95,6 +102,20 @@ def test_a_whole_float_is_an_integer() -> None:
     for value in (6.5, "6", True, 1e300, float("inf")):
         with pytest.raises(BadParameter, match="max_tokens"):
             parse(CompletionRequest, {"max_tokens": value})
+
+
+def test_sampling_parameters_have_the_names_of_sampling() -> None:
+    asked = {"min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -2.0, "repetition_penalty": 1.2,
+             "logit_bias": {"7": -100, "08": 5.0}, "min_tokens": 3, "stop_token_ids": [9.0],
+             "repetition_detection": {"max_pattern_size": 8, "min_pattern_size": 0, "min_count": 3}}  # fmt: skip
+    sampling = Sampling().with_parameters(parse(ChatRequest, asked).sampling())
+    assert sampling == Sampling(
+        min_p=0.1, presence_penalty=1, frequency_penalty=-2.0, repetition_penalty=1.2,
+        logit_bias=((7, -100.0), (8, 5.0)), min_new_tokens=3, stop_token_ids=(9,),
+        repetition_detection=RepetitionDetection(8, 1, 3),
+    )  # fmt: skip
+    off = parse(ChatRequest, {"repetition_detection": {"max_pattern_size": 0, "min_pattern_size": 0, "min_count": 0}})
+    assert off.sampling() == {}
 
 
 def test_a_stream_option_that_asks_for_nothing_needs_no_stream() -> None:

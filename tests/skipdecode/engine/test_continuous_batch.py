@@ -21,6 +21,7 @@ from skipdecode.schedules.layer_ranges import layer_ends
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill
 from tests.support.examples import examples
 from tests.support.naive import greedy, random_prompts
+from tests.support.processed import processing
 from tests.support.schedules import SCHEDULES
 
 L = 6
@@ -54,13 +55,15 @@ def run(batch: ContinuousBatch, arrivals: dict[int, list[Request]], cancel_at: d
 @st.composite
 def requests(draw: st.DrawFn, name: str) -> Request:
     prompt = random_prompts([draw(st.integers(1, 40))], seed=draw(st.integers(0, 99)))[0]
+    max_new_tokens = draw(st.integers(1, 30))
     sampling = Sampling(
-        max_new_tokens=draw(st.integers(1, 30)),
+        max_new_tokens=max_new_tokens,
         temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
         top_k=draw(st.sampled_from([0, 20])),
         top_p=draw(st.sampled_from([1.0, 0.9])),
         seed=draw(st.integers(0, 3)),
         ignore_eos=draw(st.booleans()),
+        **draw(processing(max_new_tokens, vocab=200)),
     )
     return Request(name, prompt, sampling)
 

@@ -31,6 +31,7 @@ from tests.support.cpu_backends import forced, kind, product_dtype
 from tests.support.cuda_models import random_model
 from tests.support.lossless_models import DRAFTS, FULL, Erratic, L, models
 from tests.support.naive import greedy, random_prompts, requests_for
+from tests.support.processed import processing
 from tests.support.ties import is_tie
 
 __all__ = ["kind", "models", "product_dtype"]  # fixtures
@@ -66,13 +67,15 @@ def assert_same(model: Decoder, request: Request, made: list[int], reason: str |
 @st.composite
 def requests(draw: st.DrawFn, name: str) -> Request:
     prompt = random_prompts([draw(st.integers(1, 40))], seed=draw(st.integers(0, 99)), vocab=200)[0]
+    max_new_tokens = draw(st.integers(1, 30))
     sampling = Sampling(
-        max_new_tokens=draw(st.integers(1, 30)),
+        max_new_tokens=max_new_tokens,
         temperature=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         top_k=draw(st.sampled_from([0, 20])),
         top_p=draw(st.sampled_from([1.0, 0.9])),
         seed=draw(st.integers(0, 3)),
         ignore_eos=draw(st.booleans()),
+        **draw(processing(max_new_tokens, vocab=200)),
     )
     return Request(name, prompt, sampling)
 
