@@ -65,6 +65,9 @@ VERBS = (
     ),
     Verb("evaluate", "EvaluateConfig", "A run against references. `generated` is the first argument."),
     Verb("evaluate --sweep", "SweepConfig", "Models and schedules side by side."),
+    Verb(
+        "evaluate --tasks", "TasksConfig", "Tasks of the LM Evaluation Harness. `tasks` is the argument of `--tasks`."
+    ),
     Verb("bench", "BenchConfig", "The decoder alone."),
     Verb("bench --serve", "ServeBenchConfig", "Servers under load, side by side."),
 )

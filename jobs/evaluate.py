@@ -2,10 +2,12 @@
 
     skipdecode evaluate outputs/run --references devset.csv
     skipdecode evaluate --sweep --config configs/quality.yaml
+    skipdecode evaluate --tasks gsm8k,arc_easy model.source=models/opt-e2e decode.speedup=2
 
 The first form scores a run folder, or Parquet with `prompt` and `generated_text`: BLEU, chrF, ROUGE, E2E slots, and the
 perplexity of the references under the run's own schedule. --sweep decodes one set of prompts with every model and
-schedule of the configuration, and writes a table and a plot. Guide: docs/evaluation.md.
+schedule of the configuration, and writes a table and a plot. --tasks runs tasks of the LM Evaluation Harness under a
+schedule. Guide: docs/evaluation.md.
 """
 
 import argparse
@@ -23,10 +25,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "evaluate",
         __doc__,
         config="YAML file, e.g. configs/quality.yaml",
-        overrides="run folder or Parquet (not with --sweep), then configuration keys",
+        overrides="run folder or Parquet (not with --sweep or --tasks), then configuration keys",
         metavar="RUN key=value",
     )
     parser.add_argument("--sweep", action="store_true", help="decode with all models and schedules of --config")
+    parser.add_argument("--tasks", metavar="NAMES", help="tasks of the LM Evaluation Harness, with commas")
     parser.add_argument(
         "--references", metavar="FILE", help="CSV, JSON Lines or Parquet with the references (data.path)"
     )
@@ -42,9 +45,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-perplexity", action="store_true", help="score the texts only, without loading the model")
     parser.add_argument("--output-json", metavar="FILE", help="also write the JSON document to this file")
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.sweep and not arguments.overrides:
-        parser.error("name a run folder or Parquet, or give --sweep and --config")
-    arguments.run = None if arguments.sweep else arguments.overrides.pop(0)
+    if arguments.sweep and arguments.tasks:
+        parser.error("--sweep and --tasks are two forms: give one")
+    is_score = not arguments.sweep and not arguments.tasks
+    if is_score and not arguments.overrides:
+        parser.error("name a run folder or Parquet, or give --sweep and --config, or --tasks")
+    arguments.run = arguments.overrides.pop(0) if is_score else None
     return arguments
 
 
@@ -55,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(arguments: argparse.Namespace, command: str) -> tuple[dict[str, Any], int]:
     target = check_target(arguments.output_json)
-    document = sweep(arguments, command) if arguments.sweep else score(arguments, command)
+    form = sweep if arguments.sweep else tasks if arguments.tasks else score
+    document = form(arguments, command)
     write_target(target, document)
     return document, OK
 
@@ -79,6 +86,19 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     log(f"table and plot: {document['config']['output']}/quality.md, quality.svg, quality.png, quality.json")
     rows = [{key: value for key, value in row.items() if key != "rougeL_rows"} for row in document["rows"]]
     return {**document, "rows": rows}  # the scores of each prompt are only in the file
+
+
+def tasks(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+    from pipeline.config.job import build_config, read_tree
+    from pipeline.evaluation.tasks import TasksConfig, evaluate_tasks
+
+    tree = read_tree(arguments.config, arguments.overrides) | {"tasks": arguments.tasks.split(",")}
+    document: dict[str, Any] = {**evaluate_tasks(build_config(TasksConfig, tree), log), "command": command}
+    for task, metrics in document["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float) and "stderr" not in name:
+                log(f"  {task + ' ' + name:<48}{value:8.4f}")
+    return document
 
 
 def score(arguments: argparse.Namespace, command: str) -> dict[str, Any]:

@@ -149,6 +149,13 @@ def generate(
             raise ValueError(f"row {row_id!r}: the prompt has no tokens, and this model has none that begins a text")
         requests.append(Request(row_id, tokens, sampling, logprobs))
     refuse_too_long(requests, model.model.config.max_position_embeddings)
+    return generate_requests(model, requests, schedule, batch_size)
+
+
+def generate_requests(
+    model: TextModel, requests: Sequence[Request], schedule: Schedule, batch_size: int
+) -> list[Generated]:
+    """The completions of requests of one schedule in their order; rows of similar length share a batch."""
     by_length = sorted(range(len(requests)), key=lambda row: len(requests[row].prompt_tokens))
     done: dict[int, Generated] = {}
     for start in range(0, len(by_length), batch_size):

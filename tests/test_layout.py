@@ -27,6 +27,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "rouge_score": {"pipeline"},
     "tokenizers": {"skipdecode"},
     "transformers": {"skipdecode"},
+    "lm_eval": {"skipdecode", "pipeline"},
     "safetensors": {"skipdecode"},
     "gguf": {"skipdecode"},
     "huggingface_hub": {"skipdecode"},
@@ -51,6 +52,7 @@ ARROWS = {
         "kv": {"backends", "config"},
         "checkpoint": {"config", "families", "model", "schedules"},
         "api": {"checkpoint", "config", "engine", "model", "schedules"},
+        "lm_eval": {"api", "checkpoint", "config", "engine", "model"},
         "model": {"backends", "config", "kv", "schedules"},
         "training": {"checkpoint", "config", "kv", "model", "schedules"},
         "engine": {"backends", "checkpoint", "config", "cost", "kv", "model", "schedules"},
@@ -166,8 +168,9 @@ def test_imports_follow_the_arrows(package: str) -> None:
 
 def test_transformers_is_imported_for_its_models_alone() -> None:
     """An import of it takes seconds, and light tasks would pay them each time."""
-    users = {path.parent for path in MODULES if "transformers" in set(map(top, imports(path)))}
-    assert users == {ROOT / "skipdecode" / "model" / "wrapped"}
+    users = {path for path in MODULES if "transformers" in set(map(top, imports(path)))}
+    others = {path for path in users if path.parent != ROOT / "skipdecode" / "model" / "wrapped"}
+    assert others == {ROOT / "skipdecode" / "lm_eval.py"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -205,7 +208,8 @@ def test_the_subpackages_have_no_circle() -> None:
 
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {line.split("[")[0].split(">")[0].split("=")[0].strip() for line in project["dependencies"]}
+    lines = [*project["dependencies"], *project["optional-dependencies"]["eval"]]
+    declared = {line.split("[")[0].split(">")[0].split("=")[0].strip() for line in lines}
     known = set(PACKAGES) | set(sys.stdlib_module_names)
     used = {
         name(path): {PYPI_NAMES.get(module, module) for module in set(map(top, imports(path))) - known}
