@@ -64,6 +64,7 @@ def start_ray(log: Log = lambda _: None) -> Cluster:
         check_worker_starts,
         provide_temporary_folder,
         provide_token,
+        slow_start_is_named,
         unreachable,
     )
     from pipeline.cluster.ray_internals import NOISY_LOGGERS, ignore_uv_run, job_env_vars
@@ -79,7 +80,8 @@ def start_ray(log: Log = lambda _: None) -> Cluster:
         provide_temporary_folder(log)
         provide_token()
         ignore_uv_run()
-        _start_embedded(options)
+        with slow_start_is_named():
+            _start_embedded(options)
     else:
         check_cluster(address, log)
         forced = os.environ.get(VARIABLE)  # workers of an embedded Ray have it from this process

@@ -7,6 +7,8 @@ to start a worker process.
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -24,6 +26,7 @@ WORKER_LIMIT = "RAY_worker_register_timeout_seconds"
 MAX_SOCKET_BYTES = 103  # 107 on Linux, 103 on macOS
 LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 MAX_SHOWN_LINES = 8
+SLOW_START = "node timed out during startup"
 
 OPEN_CLUSTER = (
     "warning: the Ray cluster at {} has no authentication: whoever reaches it can run programs on it. "
@@ -63,6 +66,22 @@ def unreachable(address: str, error: Exception) -> ConfigError:
         f"the Ray cluster at {address} cannot be joined ({reason}); start it with `ray start --head`, correct the "
         "address, or unset RAY_ADDRESS to run on this machine alone",
     )
+
+
+@contextmanager
+def slow_start_is_named() -> Iterator[None]:
+    """Turns what `ray.init` says where its node has not come up in time into a ConfigError with a remedy."""
+    try:
+        yield
+    except Exception as error:  # of no special class
+        if SLOW_START not in str(error):
+            raise
+        logs = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray/session_latest/logs")
+        raise ConfigError(
+            "",
+            "Ray has not started on this machine within its 30 s: the machine is too busy, or a process of Ray cannot "
+            f"start; try again when less is running, or see raylet.out and gcs_server.out in {logs}",
+        ) from error
 
 
 def provide_token() -> None:

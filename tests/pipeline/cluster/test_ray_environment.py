@@ -4,6 +4,7 @@ The head node here is a gRPC server of this process; real clusters are in tests/
 the worst environment that it can start in, one cannot start workers.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from ray._private import node
 
 from pipeline.cluster import ray_environment
 from pipeline.cluster.ray_environment import (
@@ -23,6 +25,7 @@ from pipeline.cluster.ray_environment import (
     last_words,
     provide_temporary_folder,
     provide_token,
+    slow_start_is_named,
 )
 from pipeline.cluster.ray_internals import ALIVE
 from pipeline.config.job import ConfigError
@@ -100,6 +103,18 @@ def test_a_dead_cluster_is_named_soon(address: str) -> None:
 def test_the_address_of_a_dashboard_is_none_of_a_cluster() -> None:
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: http://127.0.0.1:8265 is a dashboard"):
         check_cluster("http://127.0.0.1:8265", pytest.fail)
+
+
+def test_a_machine_that_is_too_busy_to_start_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives its node 30 s, and then says in the middle of a traceback that it may be overloaded."""
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    found = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+    match = r"^Ray has not started .* within its 30 s: the machine is too busy, .* in /scratch/ray/session_latest/logs$"
+    with pytest.raises(ConfigError, match=match), slow_start_is_named():
+        raise Exception(found)
+    assert found.partition(".")[0] in inspect.getsource(node)
+    with pytest.raises(ZeroDivisionError), slow_start_is_named():
+        _ = 1 / 0
 
 
 def test_a_token_is_kept_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,15 @@ def test_local_folder_wins_over_a_hub_id(hub_cache: Path, small: Path) -> None:
     assert resolve_source("facebook/opt-tiny") == Path("facebook/opt-tiny")
 
 
+def test_a_folder_that_hides_a_hub_id_is_named(hub_cache: Path) -> None:
+    Path("facebook").mkdir()
+    hidden = (
+        r"model\.source: 'facebook/opt-125m' is not a folder.* the folder .*/facebook hides it: run in another folder"
+    )
+    with pytest.raises(ValueError, match=hidden):
+        resolve_source("facebook/opt-125m")
+
+
 @pytest.mark.parametrize(
     "name", ["../other.safetensors", "shards/one.safetensors", "{absolute}", "./one.safetensors", 5]
 )
