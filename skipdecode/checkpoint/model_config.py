@@ -108,9 +108,10 @@ def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
     elif not config.eos_token_ids:
         remarks.append(f"{folder}: no {EOS}: texts end at sampling.max_new_tokens alone")
     if (unused := _unused_end(folder, config)) is not None:
+        content, number = unused
         remarks.append(
-            f"{folder / TOKENIZER_FILE}: its eos_token {unused} ends no text here, nor in transformers' generate: "
-            f"if answers do not end, add it to {EOS} of {GENERATION_FILE} (now {config.eos_token_ids})"
+            f"{folder / TOKENIZER_FILE}: its eos_token {content!r} ({number}) ends no text here, nor in transformers' "
+            f"generate ({config.eos_token_ids} does); sampling.stop_token_ids=[{number}] ends answers at it"
         )
     if raw.get("auto_map"):
         remarks.append(
@@ -120,8 +121,8 @@ def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
     return remarks
 
 
-def _unused_end(folder: Path, config: DecoderConfig) -> str | None:
-    """The EOS token that the tokenizer names, with its id, if it is none of those that end a text."""
+def _unused_end(folder: Path, config: DecoderConfig) -> tuple[str, str] | None:
+    """The EOS token that the tokenizer names, and its id, if it is none of those that end a text."""
     try:
         settings = read_mapping(folder / TOKENIZER_FILE)
     except ValueError:  # who loads the tokenizer says so, if it is the one that is used
@@ -132,7 +133,7 @@ def _unused_end(folder: Path, config: DecoderConfig) -> str | None:
         return None
     contents = {key: value.get("content") for key, value in added.items() if isinstance(value, dict)}
     ids = [key for key, one in contents.items() if one == content and key not in map(str, config.eos_token_ids)]
-    return f"{content!r} ({ids[0]})" if ids else None
+    return (str(content), ids[0]) if ids else None
 
 
 def _read_raw(path: Path) -> dict[str, Any]:

@@ -249,7 +249,8 @@ def test_a_token_that_ends_answers_for_the_tokenizer_alone(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     remarks = check_folder(folder)
     assert len(remarks) == is_remarked
-    assert not is_remarked or f"its eos_token '<|im_end|>' ({number}) ends no text here" in remarks[0]
+    said = f"its eos_token '<|im_end|>' ({number}) ends no text here"
+    assert not is_remarked or (said in remarks[0] and f"sampling.stop_token_ids=[{number}] ends" in remarks[0])
 
 
 @pytest.mark.parametrize(
