@@ -27,7 +27,7 @@ OLD = NodeBackend("old", Choice("avx2", "AVX2; no AVX-512", "float32", "the back
 ASK = """
 import json, os, ray
 from pipeline.cluster.pool import start_ray
-from pipeline.cluster.node_backends import find_backends, settle_dtype
+from pipeline.cluster.node_backends import find_backends
 cluster = start_ray()
 found = find_backends(cluster, 1.0)
 told = ray.get(ray.remote(lambda: os.environ.get("SKIPDECODE_KERNELS")).remote())

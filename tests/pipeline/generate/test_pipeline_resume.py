@@ -54,7 +54,7 @@ def test_resume_refuses_another_run(job: Job, tmp_path: Path, tiny_checkpoint: P
     assert job(*arguments)[0] == 0
     for change, key in (
         (["sampling.max_new_tokens=13"], "sampling.max_new_tokens: the run was started with 12, now it is 13"),
-        (["decode.speedup=3"], "decode.speedup: the run was started with 2, now it is 3"),
+        (["decode.speedup=3"], "decode.speedup: the run was started with 2.0, now it is 3.0"),
         (["input.limit=5"], "input.limit: the run was started with None, now it is 5"),
     ):
         code, _, err = job(*arguments, "--resume", *change)

@@ -139,7 +139,7 @@ def test_samples_of_openai_lines_come_back_as_choices(call: Call, tiny_checkpoin
     (place / "batch_output.jsonl").write_text("")
     assert "batch_output.jsonl and batch_errors.jsonl: 3 lines for 5 documents" in call(verify, place)[2]
     (place / "batch_output.jsonl").write_text("{}\n" * 2)
-    assert "batch_output.jsonl: 6 bytes, run.json says" in call(verify, place)[2]
+    assert "batch_output.jsonl: is not as it was written (" in call(verify, place)[2]
     run(call, tiny_checkpoint, place, source, "limits.max_failed_rows=9", "--resume")
     assert answers("batch_output.jsonl") == good
 
