@@ -33,7 +33,9 @@ from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_state
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLING = ("temperature", "top_p", "top_k")
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 T = TypeVar("T")
 HEAD_ROWS = 1024
 """Positions whose logits are held at a time."""
