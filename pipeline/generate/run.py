@@ -57,18 +57,15 @@ def run(config: JobConfig, log: Log) -> RunResult:
     with Lease(planned.folder, session, log) as lease:
         earlier_sessions = [] if lease.previous_session is None else [lease.previous_session]
         if config.output.if_exists == "overwrite":
-            earlier_sessions += _clear(planned.folder, session, lease)
+            earlier_sessions += _sessions_of_any(planned.folder)
         elif planned.folder.read_state() != planned.earlier:
             raise ConfigError("output.path", f"another run has worked in {planned.folder.shown} meanwhile; start again")
         return _execute(planned, session, earlier_sessions, lease, log)
 
 
-def _clear(folder: RunFolder, session: str, lease: Lease) -> list[str]:
-    """Removes the run that is there except for its `run.json`; returns its sessions, since their writers may still be
-    alive."""
-    old = folder.read_any_state()  # an older version's, too: all of it goes
-    folder.fence(session, lease.check)  # first: a writer of the old run must not add to the new one
-    folder.clear(session, lease.check)
+def _sessions_of_any(folder: RunFolder) -> list[str]:
+    """The sessions of the run that is there, whatever version made it: their writers may still be alive."""
+    old = folder.read_any_state()
     return [*old.get("former", []), *(one["id"] for one in old["sessions"])] if old else []
 
 
@@ -80,6 +77,9 @@ def _execute(planned: PlannedRun, session: str, earlier_sessions: list[str], lea
     if earlier is None:
         folder.write_state(state, lease.check)  # before any other file: a folder without it cannot be resumed
     folder.fence(session, lease.check)
+    if planned.config.output.if_exists == "overwrite":
+        # whoever takes over counts no file of the old run by now, so none that is deleted late
+        folder.clear(session, lease.check)
     if earlier is not None:
         remove_late(folder, earlier, lease.check, log)
         folder.remove_empty(lease.check, log)

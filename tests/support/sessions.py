@@ -34,7 +34,7 @@ PER_FILE = 2
 DONE, NOTHING_TO_DO, MEANWHILE = "done", "finished before", "another has worked here meanwhile"
 
 
-def plan_of(folder: RunFolder, earlier: Any) -> Any:
+def plan_of(folder: RunFolder, earlier: Any, if_exists: str = "resume") -> Any:
     """As much of a `PlannedRun` as a run looks at."""
     return SimpleNamespace(
         folder=folder,
@@ -45,6 +45,7 @@ def plan_of(folder: RunFolder, earlier: Any) -> Any:
         config=SimpleNamespace(
             model_dump=lambda mode: {},
             model=ModelConfig(),
+            output=SimpleNamespace(if_exists=if_exists),
             limits=SimpleNamespace(max_failed_rows=9),
             sampling=SamplingConfig(),
         ),
@@ -134,10 +135,10 @@ class Session:
             self.lease = lease
             earlier_sessions = [] if lease.previous_session is None else [lease.previous_session]
             if self.mode == "overwrite":
-                earlier_sessions += code._clear(self.folder, self.name, lease)
+                earlier_sessions += code._sessions_of_any(self.folder)
             elif self.folder.read_state() != earlier:
                 return MEANWHILE
-            code._execute(plan_of(self.folder, earlier), self.name, earlier_sessions, lease, _silent)
+            code._execute(plan_of(self.folder, earlier, self.mode), self.name, earlier_sessions, lease, _silent)
         return DONE
 
     def stream(self, left: list[str], state: RunState) -> None:
