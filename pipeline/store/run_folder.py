@@ -165,8 +165,8 @@ class RunFolder:
         return sorted(name for name in names if not KNOWN_NAMES.fullmatch(name))
 
     def clear(self, session: str, check: Callable[[], None]) -> None:
-        """Removes everything that runs before `session` wrote, except `run.json`, which is the new run's by now and names
-        the sessions whose files may still arrive late. `check` is called before each step.
+        """Removes everything that runs before `session` wrote, except `run.json`, which is the new run's by now and
+        names the sessions whose files may still arrive late. `check` is called before each step.
 
         If this process is suspended here and continues when another session is at work, it must not delete that
         session's files. On a disk, files are first moved to a folder that the next `fence` removes as well; elsewhere
