@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from actors.batching.buckets import PlannedBatch
+from actors.batching.buckets import PlannedBatch, merged
 from actors.batching.full_depth_sample import FullDepthSample, agreement, figures, predicted
 from actors.batching.prompt_scoring import is_scored_alone, score_alone, with_scores
 from actors.batching.shared_prefixes import NOMINAL_CEILINGS, PrefillCosts, prefixes_in
@@ -29,10 +29,11 @@ from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.model import Quantization, WantedImplementation
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.roofline import Ceilings
+from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
-from skipdecode.engine.generate import generate
+from skipdecode.engine.generate import GoesOn, always, generate, refill, result_of
 from skipdecode.engine.prefix_sharing import PrefixSharing
-from skipdecode.engine.request import Request
+from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import BatchResult, Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import choose_device, choose_dtype, devices_of, dtype_name
@@ -42,8 +43,8 @@ from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
-from skipdecode.speculative.generate_lossless import generate_lossless
 from skipdecode.speculative.latency_model import LatencyModel
+from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +96,37 @@ class RowFailure:
     error_message: str
 
 
+class Interrupted(Exception):
+    """A batch failed after some of its rows had ended; why, is its cause."""
+
+    def __init__(self, ended: Sequence[int], result: BatchResult) -> None:
+        """`ended`: the numbers of these rows in the batch, whose completions `result` has."""
+        super().__init__(f"after {len(ended)} rows had ended")
+        self.ended, self.result = ended, result
+
+
+def cause_of(error: Exception) -> Exception:
+    cause = error.__cause__
+    return cause if isinstance(error, Interrupted) and isinstance(cause, Exception) else error
+
+
+def described(error: Exception) -> str:
+    """The error as a row's `error_message` has it."""
+    cause = cause_of(error)
+    return f"{type(cause).__name__}: {cause}"[:2000]
+
+
 Answer = Completion | RowFailure
 
 
 @dataclass
 class WindowResult:
     answers: list[Answer]
-    """One per row, in their order."""
+    """One per row that was begun, in their order."""
     batches: list[dict[str, Any]] = field(default_factory=list)
     """One record per decoded batch: shape, tokens, layers, times, and those of the full-depth pass if there was one."""
+    left: list[int] = field(default_factory=list)
+    """The rows that were not begun, since the caller wanted no more."""
 
 
 class Generator:
@@ -123,6 +146,7 @@ class Generator:
         self.graphs = self._make_graphs()
         self.memory = replace(self.memory, graphs=self.graphs)
         self._sample = FullDepthSample()
+        self._num_recorded = 0
         self._costs: dict[LayerPlan, PrefillCosts] = {}
         self._warm_up()
         self.load_s = time.perf_counter() - start
@@ -144,7 +168,7 @@ class Generator:
             length_buckets=tuple(length_buckets) or self.config.length_buckets,
         )
         other._measure_ceilings()
-        other._sample = FullDepthSample()
+        other._sample, other._num_recorded = FullDepthSample(), 0
         other._controllers = {}
         other._warm_up()
         return other
@@ -156,22 +180,53 @@ class Generator:
 
     # --- a window of rows
 
-    def __call__(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
+    def __call__(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
         """Answers every request; one that cannot be decoded is a `RowFailure`, never an exception.
 
         A share of the batches is also decoded at full depth. `may_measure=False` excludes rows that would bias the
-        sample, such as stolen ones, from that share.
+        sample, such as stolen ones, from that share. `goes_on` is asked before more rows begin: once it says no, those
+        that have begun are answered, and the others are `left`.
         """
         answers: dict[int, Answer] = {}
         result = WindowResult([])
         batches = self.cut(requests)
         random.Random(self._sample.batches).shuffle(batches)  # otherwise the first pairs have the shortest prompts
+        filled: dict[tuple[Schedule, int], list[PlannedBatch]] = {}  # batches to be decoded as one that is kept full
         for batch in batches:
-            schedule = self.schedule(requests[batch.rows[0]].sampling.max_new_tokens)
-            answers |= self._decode_or_split(batch, requests, schedule, result.batches, may_measure)
-        assert sorted(answers) == list(range(len(requests))), "rows in are not rows out"
-        result.answers = [answers[row] for row in range(len(requests))]
+            first = requests[batch.rows[0]]
+            schedule = self.schedule(first.sampling.max_new_tokens)
+            counts_as_sample = may_measure and not is_scored_alone(first)
+            is_due = counts_as_sample and self._sample.is_due(self.config.baseline_fraction)
+            is_paired = is_due and schedule != self.full
+            if is_paired or is_scored_alone(first) or not self.is_kept_full(schedule):
+                if answers and not goes_on():
+                    break
+                answers |= self._decode_or_split(batch, requests, schedule, result.batches, is_paired)
+            else:
+                filled.setdefault((schedule, batch.max_rows), []).append(batch)
+            self._sample = self._sample.after(first.id, counts_as_sample=counts_as_sample, is_pair=is_paired)
+        for (schedule, _), own in filled.items():
+            if not answers or goes_on():
+                answers |= self._decode_or_split(
+                    merged(own), requests, schedule, result.batches, is_paired=False, goes_on=goes_on
+                )
+        result.left = [row for row in range(len(requests)) if row not in answers]
+        assert goes_on is not always or not result.left, "rows in are not rows out"
+        result.answers = [answers[row] for row in sorted(answers)]
         return result
+
+    def is_kept_full(self, schedule: Schedule) -> bool:
+        """True if rows of a window join as others end, not in batches that start and end together.
+
+        On a GPU, steps are captured for rows that all stand at the same one (`skipdecode.engine.cuda_graphs`).
+        """
+        return (
+            self.device.type == "cpu"
+            and self.graphs is None
+            and schedule.is_static
+            and not self.config.deterministic
+            and len(self.devices) == 1
+        )
 
     def decode_batches(self, requests: Sequence[Request]) -> list[tuple[PlannedBatch, BatchResult]]:
         """Decodes a window to measure it: its batches and their results. Errors are raised, and no batch is split.
@@ -249,30 +304,38 @@ class Generator:
         requests: Sequence[Request],
         schedule: Schedule,
         records: list[dict[str, Any]],
-        may_measure: bool,
+        is_paired: bool,
         split_error: str | None = None,
+        goes_on: GoesOn = always,
     ) -> dict[int, Answer]:
-        """Answers by row. A batch that fails is decoded in halves, until the row at fault is alone.
+        """Answers by row, as far as they were begun. Of a batch that fails, the rows that have not ended are decoded in
+        halves, until the row at fault is alone.
 
-        `split_error`: why the batch that this one is a half of failed.
+        `is_paired`: at full depth too. `split_error`: why the batch that this one is a half of failed.
         """
         chosen = [requests[row] for row in batch.rows]
+        started_at, answers = time.time(), dict[int, Answer]()
         try:
-            completions = self._decode_and_record(batch, chosen, schedule, records, may_measure)
+            completions = self._decode_and_record(batch, chosen, schedule, records, is_paired, goes_on)
             if split_error is not None:
                 records[-1]["split_error"] = split_error
-            return dict(zip(batch.rows, completions, strict=True))
+            return dict(zip(batch.rows, completions, strict=False))
         except Exception as error:  # whatever the cause, it must not take the neighbours along
-            if is_device_lost(error, self.devices):
-                raise  # every later batch would fail too; a new process may not
-            message = f"{type(error).__name__}: {error}"[:2000]
+            if is_device_lost(cause_of(error), self.devices):
+                raise cause_of(error) from None  # every later batch would fail too; a new process may not
+            message = described(error)
+            if isinstance(error, Interrupted):
+                answers = {batch.rows[at]: made for at, made in zip(error.ended, error.result.completions, strict=True)}
+                records.append(self._record(started_at, error.result) | {"split_error": message})
         # Outside `except`: the traceback holds the failed batch's cache, and its halves need that memory.
-        if len(batch.rows) == 1:
-            return {batch.rows[0]: RowFailure("engine_error", message)}
-        half = len(batch.rows) // 2
-        answers: dict[int, Answer] = {}
-        for part in (slice(half), slice(half, None)):
-            answers |= self._decode_or_split(batch.part(part), requests, schedule, records, may_measure, message)
+        left = [at for at, row in enumerate(batch.rows) if row not in answers]
+        if len(left) == 1:
+            return answers | {batch.rows[left[0]]: RowFailure("engine_error", message)}
+        half, fewer = len(left) // 2, max(1, min(batch.max_rows, len(batch.rows)) // 2)  # memory may be what it lacks
+        for numbers in (left[:half], left[half:]):
+            if numbers:
+                part = replace(batch.of(numbers), max_rows=fewer)
+                answers |= self._decode_or_split(part, requests, schedule, records, is_paired, message)
         return answers
 
     def _decode_and_record(
@@ -281,21 +344,21 @@ class Generator:
         chosen: Sequence[Request],
         schedule: Schedule,
         records: list[dict[str, Any]],
-        may_measure: bool,
+        is_paired: bool,
+        goes_on: GoesOn,
     ) -> list[Completion]:
-        """Decodes the batch, at full depth too if the sample says so, and appends a record of what it cost."""
+        """Decodes the batch, at full depth too if `is_paired`, and appends a record of what it cost. The completions
+        are those of its first rows, which were begun."""
         started_at = time.time()
-        counts_as_sample = may_measure and not is_scored_alone(chosen[0])
-        is_paired = counts_as_sample and self._sample.is_due(self.config.baseline_fraction) and schedule != self.full
         full: BatchResult | None = None
         full_error = None
         if is_paired and self._sample.is_full_first:
             full, full_error = self._run_at_full_depth(batch, chosen)
-        result = self._run(batch, chosen, schedule)
+        result = self._run(batch, chosen, schedule, goes_on)
+        chosen = chosen[: len(result.completions)]
         if is_paired and not self._sample.is_full_first:
             full, full_error = self._run_at_full_depth(batch, chosen)
-        record = {"started_at": started_at, "batch": self._sample.batches} | figures(result)
-        record["layers"] = self.model.config.num_hidden_layers
+        record = self._record(started_at, result)
         completions, record["score_s"] = self._scored(chosen, result)  # a batch that fails here leaves no record
         if full_error is not None:
             record["full_error"] = full_error
@@ -309,12 +372,17 @@ class Generator:
                 self.ceilings,
                 itemsize=self.dtype.itemsize,
                 num_devices=len(self.devices),
-                shared_prefixes=self.cutter.shared_prefix_shape(batch, chosen, schedule),
+                shared_prefixes=self.cutter.shared_prefix_shape(batch, chosen),
                 in_graphs=self.graphs is not None and self.graphs.failure is None,
             )
         records.append(record)
-        self._sample = self._sample.after(chosen[0].id, counts_as_sample=counts_as_sample, is_pair=full is not None)
         return completions
+
+    def _record(self, started_at: float, result: BatchResult) -> dict[str, Any]:
+        """What a batch cost, as it is recorded."""
+        number, self._num_recorded = self._num_recorded, self._num_recorded + 1
+        record = {"started_at": started_at, "batch": number} | figures(result)
+        return record | {"layers": self.model.config.num_hidden_layers}
 
     def _run_at_full_depth(
         self, batch: PlannedBatch, chosen: Sequence[Request]
@@ -323,25 +391,50 @@ class Generator:
         try:
             return self._run(batch, chosen, self.full), None
         except Exception as error:
-            if is_device_lost(error, self.devices):
+            if is_device_lost(cause_of(error), self.devices):
                 raise
-            return None, f"{type(error).__name__}: {error}"[:2000]
+            return None, described(error)
 
-    def _run(self, batch: PlannedBatch, chosen: Sequence[Request], schedule: Schedule) -> BatchResult:
+    def _run(
+        self, batch: PlannedBatch, chosen: Sequence[Request], schedule: Schedule, goes_on: GoesOn = always
+    ) -> BatchResult:
         if is_scored_alone(chosen[0]):
             return score_alone(self.model, chosen, together=not self.config.deterministic)
         sharing = prefixes_in(batch, [request.prompt_tokens for request in chosen])
         decode_text = self.tokenizer.decode
-        if isinstance(schedule, Lossless):
-            controller = self.speculation(schedule)
-            return generate_lossless(
-                self.model, chosen, schedule, decode_text=decode_text, controller=controller, sharing=sharing
-            )
+        if isinstance(schedule, Lossless) or self.is_kept_full(schedule):
+            return self._run_kept_full(chosen, schedule, min(batch.max_rows, len(chosen)), sharing, goes_on)
         options: dict[str, Any] = {} if sharing is None else {"sharing": sharing}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
             options = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
         return generate(self.model, chosen, schedule, decode_text=decode_text, graphs=self.graphs, **options)
+
+    def _run_kept_full(
+        self,
+        chosen: Sequence[Request],
+        schedule: Schedule,
+        max_rows: int,
+        sharing: PrefixSharing | None,
+        goes_on: GoesOn,
+    ) -> BatchResult:
+        """Raises `Interrupted` if it fails after rows have ended."""
+        batch, rows = self.empty_batch(schedule), list[Row]()
+        try:
+            return refill(batch, chosen, max_rows=max_rows, sharing=sharing, rows=rows, goes_on=goes_on)
+        except Exception as error:
+            ended = [at for at, row in enumerate(rows) if not row.is_running and not chosen[at].score_prompt]
+            if not ended:
+                raise
+            raise Interrupted(ended, result_of(batch, [rows[at] for at in ended])) from error
+
+    def empty_batch(self, schedule: Schedule) -> ContinuousBatch:
+        """A batch that rows of that schedule may join."""
+        decode_text = self.tokenizer.decode
+        if isinstance(schedule, Lossless):
+            controller = self.speculation(schedule)
+            return SpeculativeBatch(self.model, schedule, decode_text=decode_text, controller=controller)
+        return ContinuousBatch(self.model, schedule, decode_text=decode_text)
 
     def _scored(self, chosen: Sequence[Request], result: BatchResult) -> tuple[list[Completion], float]:
         """The completions with the requested prompt scores, and the seconds that scoring took."""

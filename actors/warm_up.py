@@ -9,7 +9,7 @@ from contextlib import suppress
 from skipdecode.backends.device import backend_on
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.generate import generate
+from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.engine.request import Request
 from skipdecode.kv.graph_cache import PoolFull
 from skipdecode.model.decoder import Decoder
@@ -39,6 +39,8 @@ def _try_rows(model: Decoder, schedule: Schedule, graphs: CudaGraphs | None, max
     if graphs is None or not schedule.is_static:
         for rows in sizes:
             _decode(model, schedule, None, rows * parts)
+            if schedule.is_static and model.placement is None:
+                generate_continuous(model, [_request(model)] * rows, schedule, max_rows=rows)
     if graphs is not None:
         with suppress(PoolFull):  # then there will never be such a batch
             for rows in sizes:

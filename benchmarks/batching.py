@@ -62,8 +62,7 @@ def in_batches(
 
 def continuously(model: Decoder, requests: list[Request], schedule: Schedule) -> int:
     requests = sorted(requests, key=lambda request: len(request.prompt_tokens))
-    rows, _ = generate_continuous(model, requests, schedule, max_rows=BATCH)
-    return sum(len(row.tokens) for row in rows)
+    return generate_continuous(model, requests, schedule, max_rows=BATCH).stats.output_tokens
 
 
 WAYS: dict[str, Callable[[Decoder, list[Request], Schedule], int]] = {

@@ -36,10 +36,9 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
-from skipdecode.engine.generate import generate
+from skipdecode.engine.generate import generate, refill
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
-from skipdecode.engine.static_batch import synchronized_time
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import choose_dtype, dtype_name
@@ -48,7 +47,6 @@ from skipdecode.schedules.lossless import Lossless, stored_drafts
 from skipdecode.schedules.schedule import FullDepth
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft import Draft
-from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
@@ -77,7 +75,7 @@ class Scripted(SpeculativeBatch):
     def _scripted(self, drafts: Sequence[Draft], made: Tensor) -> Tensor:
         scripted = []
         for draft in drafts:
-            tokens, k = self.wanted[self._members[draft.slot].row.request.id], draft.step + draft.num_drafted + 1
+            tokens, k = self.wanted[draft.member.row.request.id], draft.step + draft.num_drafted + 1
             token = tokens[k] if k < len(tokens) else 0
             scripted.append(token if self.rng.random() < ACCEPTED else (token + 1) % self.model.config.vocab_size)
         return torch.tensor(scripted)
@@ -108,11 +106,10 @@ def decode(
 ) -> BatchResult:
     """`wanted`: of full depth, for scripted drafts; none: the model's own drafts."""
     kind = Scripted if wanted else SpeculativeBatch
-    start = synchronized_time(model.device)
-    batch = kind(model, controller.schedule, controller=controller, is_closed=True)
+    batch = kind(model, controller.schedule, controller=controller)
     if isinstance(batch, Scripted):
         batch.wanted, batch.rng = wanted, random.Random(0)
-    return run_to_the_end(batch, requests, start=start)
+    return refill(batch, requests, max_rows=len(requests))
 
 
 def compare(

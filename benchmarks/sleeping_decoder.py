@@ -12,6 +12,7 @@ import pipeline.generate.dataset
 from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import ModelThread
+from skipdecode.engine.generate import GoesOn, always
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
@@ -19,7 +20,7 @@ ROW_S = 0.0002
 
 
 class SleepingModel(ModelThread):
-    def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
+    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
         time.sleep(ROW_S * len(requests))
         return WindowResult([Completion([5], "length", 1, 1) for _ in requests])
 

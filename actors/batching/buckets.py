@@ -3,7 +3,7 @@
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,25 @@ class PlannedBatch:
     """The width in tokens that fits every prompt of the batch, shared prefixes excluded."""
     prefix_lengths: tuple[tuple[int, ...], ...] = ()
     """Per row, the lengths of the (nested) prefixes that it shares with others; empty if nothing is shared."""
+    max_rows: int = 1 << 30
+    """The most rows of such prompts that may be decoded at a time."""
 
-    def part(self, which: slice) -> "PlannedBatch":
-        """The batch of some of the rows."""
-        return PlannedBatch(self.rows[which], self.bucket, self.prefix_lengths[which])
+    def of(self, numbers: Sequence[int]) -> "PlannedBatch":
+        """The batch of some of the rows, given by their numbers in this one."""
+        prefixes = tuple(self.prefix_lengths[at] for at in numbers) if self.prefix_lengths else ()
+        return replace(self, rows=tuple(self.rows[at] for at in numbers), prefix_lengths=prefixes)
+
+
+def merged(batches: Sequence[PlannedBatch]) -> PlannedBatch:
+    """The rows of several batches, those of long prompts first, as one that more rows join as others end."""
+    order = sorted(batches, key=lambda batch: -batch.bucket)
+    prefixes = [batch.prefix_lengths or ((),) * len(batch.rows) for batch in order]
+    return PlannedBatch(
+        tuple(row for batch in order for row in batch.rows),
+        order[0].bucket,
+        tuple(own for part in prefixes for own in part) if any(batch.prefix_lengths for batch in order) else (),
+        min(batch.max_rows for batch in order),
+    )
 
 
 def bucket_of(length: int, buckets: Sequence[int]) -> int:
@@ -46,7 +61,8 @@ def cut_batches(
     batches = []
     for (_, bucket), rows in members.items():
         rows.sort(key=lambda row: lengths[row])
-        count = -(-len(rows) // batch_size(bucket))
+        size = batch_size(bucket)
+        count = -(-len(rows) // size)
         edges = [len(rows) * i // count for i in range(count + 1)]
-        batches += [PlannedBatch(tuple(rows[a:b]), bucket) for a, b in itertools.pairwise(edges)]
+        batches += [PlannedBatch(tuple(rows[a:b]), bucket, max_rows=size) for a, b in itertools.pairwise(edges)]
     return batches

@@ -119,9 +119,10 @@ def cut_by_prefix(
             longest[groups[row]] = max(longest.get(groups[row], 0), suffixes[row])
         rows.sort(key=lambda row: (longest[groups[row]], groups[row], suffixes[row]))
         bounds = [at for at in range(1, len(rows)) if groups[rows[at]] != groups[rows[at - 1]]]
-        for a, b in itertools.pairwise(_edges(len(rows), bounds, batch_size(bucket, rows))):
+        most = batch_size(bucket, rows)
+        for a, b in itertools.pairwise(_edges(len(rows), bounds, most)):
             ends = tuple(prefixes[row].ends for row in rows[a:b])
-            batches.append(PlannedBatch(tuple(rows[a:b]), bucket, ends if any(ends) else ()))
+            batches.append(PlannedBatch(tuple(rows[a:b]), bucket, ends if any(ends) else (), most))
     return batches
 
 

@@ -14,7 +14,6 @@ from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefix
 from skipdecode.cost.roofline import SharedPrefixShape
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import Request
-from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import Schedule
 
 
@@ -53,8 +52,8 @@ class WindowCutter:
         """Batches of rows with one schedule."""
         size = partial(self.batch_size, max_new_tokens=max_new_tokens)
         if self.shares_prefixes:
-            costs, copies = self.prefill_costs(schedule), self._copies(schedule)
-            found = cut_with_shared_prefixes(prompts, costs, max_new_tokens - 1, self.buckets, size, copies=copies)
+            costs, steps = self.prefill_costs(schedule), max_new_tokens - 1
+            found = cut_with_shared_prefixes(prompts, costs, steps, self.buckets, size, copies=self.copies_prefixes)
             if found is not None:
                 return found
         return cut_batches([len(prompt) for prompt in prompts], [schedule] * len(prompts), self.buckets, size)
@@ -67,16 +66,11 @@ class WindowCutter:
         prompts = [request.prompt_tokens for request in requests]
         return shared_prefixes_of(prompts, self.prefill_costs(schedule), num_steps)
 
-    def shared_prefix_shape(
-        self, batch: PlannedBatch, requests: Sequence[Request], schedule: Schedule
-    ) -> SharedPrefixShape | None:
+    def shared_prefix_shape(self, batch: PlannedBatch, requests: Sequence[Request]) -> SharedPrefixShape | None:
         """What the rows of a batch share, for the cost model."""
         prompts = [request.prompt_tokens for request in requests]
         sharing = prefixes_in(batch, prompts)
-        return None if sharing is None else sharing.shape(prompts, copies=self._copies(schedule))
-
-    def _copies(self, schedule: Schedule) -> bool:
-        return self.copies_prefixes or isinstance(schedule, Lossless)
+        return None if sharing is None else sharing.shape(prompts, copies=self.copies_prefixes)
 
 
 def _in_window(batches: Sequence[PlannedBatch], rows: Sequence[int]) -> list[PlannedBatch]:

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 from actors.generator import Generator
 from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
+from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.prefill import has_room, rounded_columns
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.schedules.lossless import Lossless
-from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 LIFETIME_WEIGHT = 0.2  # of the newest cohort in the moving average of lifetimes
 
 
 class CohortBatch:
-    def __init__(self, cohort: StaticBatch | SpeculativeBatch, tickets: list[Ticket]) -> None:
+    def __init__(self, cohort: StaticBatch | ContinuousBatch, tickets: list[Ticket]) -> None:
         self.cohort, self.all_tickets = cohort, tickets
         self.started_at = time.monotonic()
 
@@ -104,17 +104,13 @@ class CohortScheduler(Scheduler):
 
     def _start_lossless(self, tickets: list[Ticket], schedule: Lossless) -> None:
         """Starts a cohort whose rows advance as their drafts are accepted."""
-        batch = SpeculativeBatch(
-            self.generator.model,
-            schedule,
-            decode_text=self.generator.tokenizer.decode,
-            controller=self.generator.speculation(schedule),
-            is_closed=True,
-        )
+        batch = self.generator.empty_batch(schedule)
         self._running.append(CohortBatch(batch, tickets))
         self._last_start = time.monotonic()
         requests = [ticket.request for ticket in tickets]
-        rows = batch.join(requests, self.generator.shared_prefixes(requests, schedule))
+        sharing = self.generator.shared_prefixes(requests, schedule)
+        batch.reserve(len(requests), requests, sharing)
+        rows = batch.join(requests, sharing)
         for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
 

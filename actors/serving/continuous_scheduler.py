@@ -10,8 +10,6 @@ from actors.generator import Generator
 from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
 from skipdecode.engine.continuous_batch import ContinuousBatch, check_continuous
 from skipdecode.engine.request import Request
-from skipdecode.schedules.lossless import Lossless
-from skipdecode.speculative.speculative_batch import SpeculativeBatch
 
 
 class RunningBatch:
@@ -105,13 +103,7 @@ class ContinuousScheduler(Scheduler):
             self._batches.remove(running)
 
     def _new_batch(self, ticket: Ticket) -> RunningBatch:
-        model, decode, schedule = self.generator.model, self.generator.tokenizer.decode, ticket.schedule
-        if isinstance(schedule, Lossless):
-            controller = self.generator.speculation(schedule)
-            batch: ContinuousBatch = SpeculativeBatch(model, schedule, decode_text=decode, controller=controller)
-        else:
-            batch = ContinuousBatch(model, schedule, decode_text=decode)
-        return RunningBatch(batch, ticket.max_batch_rows is not None)
+        return RunningBatch(self.generator.empty_batch(ticket.schedule), ticket.max_batch_rows is not None)
 
     def _batch_for(self, ticket: Ticket) -> RunningBatch | None:
         """The running batch that this request joins, now or, if batches are not limited, when there is memory."""

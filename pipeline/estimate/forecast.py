@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from actors.batching.buckets import PlannedBatch
+from actors.batching.buckets import PlannedBatch, merged
 from actors.batching.full_depth_sample import paired_batches
 from actors.batching.prompt_scoring import is_scored_alone
 from actors.generator import Generator
@@ -107,9 +107,9 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
     for number in range(WINDOWS):
         start = number * max(len(requests) // WINDOWS, 1)
         window = [requests[(start + row) % len(requests)] for row in range(shape.window_rows)]
-        for batch in generator.cut(window):
-            chosen = [window[row] for row in batch.rows]
-            new = [rng.choice(similar_answers(measured, len(request.prompt_tokens))) for request in chosen]
+        new_of = [rng.choice(similar_answers(measured, len(request.prompt_tokens))) for request in window]
+        for batch in batches_of_time(generator, window, new_of):
+            chosen, new = [window[row] for row in batch.rows], [new_of[row] for row in batch.rows]
             total_s += batch_s(generator, measured, chosen, batch, new)
             num_rows += len(chosen)
             if not is_scored_alone(chosen[0]):  # otherwise it is never decoded at full depth
@@ -117,6 +117,24 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
                 num_batches += 1
     run_batches = max(1, round(num_batches * shape.rows / shape.actors / num_rows))
     return (total_s + full_s * paired_batches(run_batches, shape.baseline_fraction) / run_batches) / num_rows
+
+
+def batches_of_time(generator: Generator, window: Sequence[Request], new: Sequence[int]) -> list[PlannedBatch]:
+    """Batches that take as long as the window: those that it is cut into. Where rows join as others end, a batch is of
+    rows with about equally long answers, which fills it to its end just as well."""
+    found, kept_full = list[PlannedBatch](), dict[tuple[Schedule, int], list[PlannedBatch]]()
+    for batch in generator.cut(window):
+        first = window[batch.rows[0]]
+        schedule = generator.schedule(first.sampling.max_new_tokens)
+        if is_scored_alone(first) or not generator.is_kept_full(schedule):
+            found.append(batch)
+        else:
+            kept_full.setdefault((schedule, batch.max_rows), []).append(batch)
+    for (_, size), own in kept_full.items():
+        batch = merged(own)
+        order = sorted(range(len(batch.rows)), key=lambda at: new[batch.rows[at]])
+        found += [batch.of(order[at : at + size]) for at in range(0, len(order), size)]
+    return found
 
 
 def similar_answers(measured: Measured, num_prompt_tokens: int) -> list[int]:

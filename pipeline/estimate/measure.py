@@ -109,7 +109,7 @@ def predicted_s(
             max(len(request.prompt_tokens) for request in chosen),
             carried,
             rows=len(chosen),
-            shared_prefixes=generator.cutter.shared_prefix_shape(batch, chosen, own),
+            shared_prefixes=generator.cutter.shared_prefix_shape(batch, chosen),
         ),
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,
@@ -120,8 +120,9 @@ def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Planned
     """Rows at each decode step of a batch with answers of these lengths (`BatchStats.batch_rows`), including ended rows
     that have not been dropped."""
     longest = max(request.sampling.max_new_tokens for request in chosen)
-    if isinstance(generator.schedule(longest), Lossless):
-        return carried_rows(new, compact_at=1.0)  # as full depth would have them, had it carried none
+    schedule = generator.schedule(longest)
+    if isinstance(schedule, Lossless) or generator.is_kept_full(schedule):
+        return carried_rows(new, compact_at=1.0)  # ended rows leave at once
     if generator.config.deterministic:
         return [generator.batch_size(batch.bucket, longest)] * (max(new) - 1)
     return carried_rows(new, check_every=CHECK_EVERY[generator.device.type])

@@ -16,6 +16,7 @@ from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.window import Window
+from skipdecode.engine.generate import GoesOn, always
 from skipdecode.engine.request import Request
 
 MARK = "\0"
@@ -47,8 +48,8 @@ def without_key(request: Request) -> Request:
 class KeyedModelThread(ModelThread):
     """Decodes requests that have keys in place of their ids."""
 
-    def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
-        return super().decode([without_key(request) for request in requests], may_measure)
+    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
+        return super().decode([without_key(request) for request in requests], may_measure, goes_on)
 
 
 class ProcessorStage(DecodeStage):

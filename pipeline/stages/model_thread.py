@@ -12,6 +12,7 @@ from actors.memory import is_device_lost
 from pipeline.cluster.worker_records import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import GoesOn, always
 from skipdecode.engine.request import Request
 
 
@@ -28,10 +29,11 @@ class ModelThread:
         self._thread = ThreadPoolExecutor(1, "decode")
         self.generator = self._thread.submit(Generator, config).result()
 
-    def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
-        """One answer per request. Ends the process when its device is lost: a new one may get another context."""
+    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
+        """One answer per request, or per request that was begun as long as it `goes_on`, which is asked in the thread
+        of the model. Ends the process when its device is lost: a new one may get another context."""
         try:
-            return self._thread.submit(self.generator, requests, may_measure).result()
+            return self._thread.submit(self.generator, requests, may_measure, goes_on).result()
         except Exception as error:
             if not is_device_lost(error, self.generator.devices):
                 raise

@@ -4,10 +4,10 @@
 rows are suspects.
 
 - Without a steal queue, as with a single worker, the window is decoded in one call (`_answer_part_by_part`).
-- With one, it is decoded batch by batch (`_answer_sharing_batches`). When other workers are idle, at the end of a run,
-  the batches that are left are offered to them in the queue (`_share`), and an idle worker decodes what others offer
-  (`steal`). Each window is still returned by its owner, which decodes what no other worker delivers in time. If the
-  queue is lost, workers stop sharing and the run goes on.
+- With one, it is decoded as long as no worker is idle (`_answer_sharing_batches`). When others are, at the end of a
+  run, no more rows begin; those that are left are offered to them in the queue, in batches (`_share`), and an idle
+  worker decodes what others offer (`steal`). Each window is still returned by its owner, which decodes what no other
+  worker delivers in time. If the queue is lost, workers stop sharing and the run goes on.
 - After the death of a worker that was decoding these rows, the tracker divides them into parts, which are decoded one
   by one until the row that kills workers is found (`_answer_part_by_part`). Quarantined rows are not decoded at all.
 
@@ -33,6 +33,7 @@ from pipeline.schema import POISON_ROW
 from pipeline.stages.attempt_tracker import StopRun, WindowPlan
 from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.work_stealing import CollectedAnswers, StolenPart, split_parts
+from skipdecode.engine.generate import GoesOn, always
 from skipdecode.engine.request import Request
 
 POLL_S = 0.05, 0.5  # an idle worker asks for work as often as this, at first and after a while
@@ -101,13 +102,12 @@ class WindowDecoder:
         return answers
 
     def _answer_sharing_batches(self, requests: Sequence[Request]) -> dict[str, Answer]:
-        """Answers by row id, decoded batch by batch, the longest first. Once other workers are idle, the batches that
-        are left are shared with them."""
-        left = longest_first(self.model.batches(requests))
-        answers: dict[str, Answer] = {}
+        """Answers by row id. Once other workers are idle, the rows that are left are shared with them, the longest
+        batches first."""
+        left, answers = list(requests), dict[str, Answer]()
         while left:
             num_idle = self._num_idle()
-            parts = split_parts(left, 1 + num_idle, MIN_SHARED_ROWS)
+            parts = split_parts(longest_first(self.model.batches(left)), 1 + num_idle, MIN_SHARED_ROWS)
             if num_idle and len(parts) > 1:
                 try:
                     self._share(parts, answers)
@@ -117,7 +117,8 @@ class WindowDecoder:
                     if part[0].id not in answers:  # the worker that stole them may have died of them
                         answers |= zip((request.id for request in part), self.answer(part), strict=True)
                 return answers
-            answers |= self._decode_part(left.pop(0))
+            answers |= self._decode_part(left, goes_on=lambda: not self._num_idle())
+            left = [request for request in left if request.id not in answers]
         return answers
 
     def _num_idle(self) -> int:
@@ -183,24 +184,33 @@ class WindowDecoder:
         self.attempts.worker_idle.remote(self.worker)
         return True
 
-    def _decode_part(self, requests: Sequence[Request], is_stolen: bool = False) -> dict[str, Answer]:
-        """Answers by row id. If this worker dies meanwhile, the attempt tracker knows which rows it was decoding."""
+    def _decode_part(
+        self, requests: Sequence[Request], is_stolen: bool = False, goes_on: GoesOn = always
+    ) -> dict[str, Answer]:
+        """Answers by row id, of the rows that were begun. If this worker dies meanwhile, the attempt tracker knows
+        which rows it was decoding."""
         ray.get(self.attempts.part_started.remote(self.worker, tuple(request.id for request in requests)))
         if is_stolen:
             fault_point("help")
-        answers = self._decode(requests, is_stolen=is_stolen)
+        answers = self._decode(requests, is_stolen=is_stolen, goes_on=goes_on)
         self.attempts.part_decoded.remote(self.worker, None)
         return answers
 
     def _decode(
-        self, requests: Sequence[Request], known: Set[str] = frozenset(), is_stolen: bool = False
+        self,
+        requests: Sequence[Request],
+        known: Set[str] = frozenset(),
+        is_stolen: bool = False,
+        goes_on: GoesOn = always,
     ) -> dict[str, Answer]:
         """Answers by row id. Rows that were answered before (`known`) are not recorded again."""
         started_at = time.time()
         for request in requests:
             fault_point(f"decode {request.id}")
-        result = self.model.decode(requests, may_measure=not is_stolen)
-        answers = {request.id: answer for request, answer in zip(requests, result.answers, strict=True)}
+        result = self.model.decode(requests, may_measure=not is_stolen, goes_on=goes_on)
+        left = set(result.left)
+        begun = [request for row, request in enumerate(requests) if row not in left]
+        answers = {request.id: answer for request, answer in zip(begun, result.answers, strict=True)}
         fresh = [answer for row, answer in answers.items() if row not in known]
         failed = sum(isinstance(answer, RowFailure) for answer in fresh)
         batches = cast("list[BatchRecord]", result.batches)  # `actors` does not know the pipeline's records

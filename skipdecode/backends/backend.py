@@ -53,14 +53,17 @@ class PackedPrompts:
     """Left-padded prompts [B, T] packed one after the other without their padding, [N, ...]; or only their ends, if
     earlier tokens are in a cache already."""
 
-    def __init__(self, positions: Tensor, columns: Tensor, before: Tensor | None = None) -> None:
+    def __init__(
+        self, positions: Tensor, columns: Tensor, before: Tensor | None = None, slots: Tensor | None = None
+    ) -> None:
         """`positions` [B, T] int64, -1 at padding (`Decoder.embed`). `columns` [B] int64: the cache column of each
-        prompt's first token given. `before` [B] int64: the prompt's tokens whose K and V are cached already."""
+        prompt's first token given. `before` [B] int64: the prompt's tokens whose K and V are cached already. `slots`
+        [B] int64: the row of the cache that each prompt has; None if the cache has these rows alone, in their order."""
         self._is_real = positions >= 0
         lengths = self._is_real.sum(dim=1)
         ends = lengths if before is None else lengths + before
         assert bool((positions[:, -1] == ends - 1).all() & (lengths > 0).all()), "left-padded, and none of them empty"
-        self.before, self.columns = before, columns
+        self.before, self.columns, self.slots = before, columns, slots
         self.last_columns = columns + ends - 1
         """[B] int64: the column of each prompt's last token."""
         self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
@@ -78,10 +81,10 @@ class PackedPrompts:
         """The states of each prompt's last token: [N, D] -> [B, 1, D]."""
         return h[self.starts[1:] - 1][:, None]
 
-    def pointers(self) -> tuple[int, int, int, int | None]:
-        """Number of rows and addresses of starts, columns and `before`, as the compiled kernels take them."""
-        before = None if self.before is None else self.before.data_ptr()
-        return len(self), self.starts.data_ptr(), self.columns.data_ptr(), before
+    def pointers(self) -> tuple[int | None, ...]:
+        """Number of rows and addresses of starts, columns, `before` and `slots`, as the compiled kernels take them."""
+        before, slots = (None if own is None else own.data_ptr() for own in (self.before, self.slots))
+        return len(self), self.starts.data_ptr(), self.columns.data_ptr(), before, slots
 
 
 class SharedPrefix(NamedTuple):

@@ -135,7 +135,7 @@ class KVStoreKernel:
             return
         _check_states(self.dtype, h, (prompts.num_tokens, self.width))
         for k, v in memory.values():
-            _check_cache(self.dtype, len(prompts), self._shape, k, v)
+            _check_cache(self.dtype, _rows_of(prompts, k), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
         count = len(memory)
         self._call(
@@ -234,7 +234,7 @@ class LayerKernel:
         where: tuple[Any, ...] = (None, None, 0, None)
         if memory is not None:
             k, v = memory
-            _check_cache(self.dtype, len(prompts), self._shape, k, v)
+            _check_cache(self.dtype, _rows_of(prompts, k), self._shape, k, v)
             assert prompts.num_columns <= k.shape[2], "prompts longer than the cache"
             prefix = None if shared is None else ctypes.byref(shared_prefix_struct(shared, len(prompts), k))
             where = (k.data_ptr(), v.data_ptr(), k.shape[2], prefix)
@@ -316,6 +316,11 @@ def _check_cache(dtype: torch.dtype, rows: int, shape: LayerShape, *memory: Tens
         assert held.dtype == dtype, held.dtype
         assert held.is_contiguous(), held.stride()
         assert held.shape == (rows, shape.kv_heads, memory[0].shape[2], shape.head_dim), held.shape
+
+
+def _rows_of(prompts: PackedPrompts, memory: Tensor) -> int:
+    """The rows that a cache like `memory` must have."""
+    return len(prompts) if prompts.slots is None else len(memory)
 
 
 def _check_indices(count: int, indices: Tensor) -> None:

@@ -20,8 +20,8 @@ Kind = torch.dtype | Literal["int8"]
 """The element type in a function's name; `int8` is that of the weights."""
 ARGUMENTS = {
     "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],
-    "prompt": [POINTER, INT64, *[POINTER] * 4, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
-    "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 7, INT],
+    "prompt": [POINTER, INT64, *[POINTER] * 5, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
+    "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 8, INT],
     "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 5, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "draw": [INT64, INT64, *[POINTER] * 6, INT],

@@ -5,7 +5,7 @@ Decoding continues in `skipdecode.engine.static_batch` or `skipdecode.engine.con
 B rows, P prompt columns, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,8 @@ from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefix_sharing import Allocate, PrefixSharing, SharedPrompts
 from skipdecode.engine.request import Request
-from skipdecode.kv.static_cache import KVCache
+from skipdecode.kv.slot_cache import Slot, SlotCache
+from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
 from skipdecode.kv.view import wants_all_heads
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_plan import LayerPlan
@@ -79,6 +80,47 @@ def feed_prompts(
         made.append(model(tokens[part, fed], positions[part, fed], view, plan, return_argmax=return_argmax))
     cache.length += tokens.shape[1]
     return torch.cat(made)
+
+
+def feed_in_place(
+    model: Decoder,
+    lines: Sequence[Sequence[int]],
+    cache: SlotCache,
+    slots: Sequence[Slot],
+    plan: LayerPlan,
+    before: Sequence[int],
+    shared: SharedPrefixKV | None = None,
+    *,
+    return_argmax: bool = False,
+) -> Tensor:
+    """Feeds the tokens `lines[i]` to slot i of `cache`, without padding: logits of the last ones [B, V], or with
+    `return_argmax` the most likely tokens [B]. Only where the model `supports_packed_prompts`.
+
+    `before[i]` tokens come before them, in the same slot, or in `shared` if it is given.
+    """
+    made, filler = [], model.config.filler_token_id
+    for part in _parts_of(lines, model.max_prefill_tokens):
+        some, ends = lines[part], to_device(list(before[part]), model.device, torch.int64)
+        longest = max(map(len, some))
+        tokens = to_device([[filler] * (longest - len(line)) + list(line) for line in some], model.device)
+        num_pad = to_device([longest - len(line) for line in some], model.device)
+        at = torch.arange(longest, device=model.device) - num_pad[:, None]
+        positions = torch.where(at >= 0, at + ends[:, None], -1)
+        view = cache.prompts_at(slots[part])
+        view.shared = None if shared is None else shared.of(part)
+        made.append(model(tokens, positions, view, plan, return_argmax=return_argmax, before=ends))
+    return torch.cat(made)
+
+
+def _parts_of(lines: Sequence[Sequence[int]], most: int) -> Iterator[slice]:
+    """Consecutive lines of together at most `most` tokens, at least one."""
+    start = total = 0
+    for at, line in enumerate(lines):
+        if at > start and total + len(line) > most:
+            yield slice(start, at)
+            start, total = at, 0
+        total += len(line)
+    yield slice(start, len(lines))
 
 
 def shared_prompts(

@@ -71,6 +71,22 @@ class PrefixSharing:
             start = end
         return found
 
+    def of_rows(self, rows: Sequence[int]) -> "PrefixSharing | None":
+        """The prefixes of some of the rows, though others may have them too; None if these have none."""
+        chosen = [self.prefix_of_row[row] for row in rows]
+        kept = {prefix for prefix in chosen if prefix >= 0}
+        for prefix in reversed(range(len(self.prefixes))):  # parents come before their children
+            if prefix in kept and self.parents[prefix] >= 0:
+                kept.add(self.parents[prefix])
+        if not kept:
+            return None
+        number = {prefix: at for at, prefix in enumerate(sorted(kept))} | {-1: -1}
+        return PrefixSharing(
+            tuple(self.prefixes[prefix] for prefix in sorted(kept)),
+            tuple(number[self.parents[prefix]] for prefix in sorted(kept)),
+            tuple(number[prefix] for prefix in chosen),
+        )
+
     def shape(self, prompts: Sequence[Sequence[int]], *, copies: bool) -> SharedPrefixShape:
         """The passes for the cost model. `copies`: every row reads its own copy of the prefix."""
 
@@ -154,11 +170,14 @@ class SharedPrompts:
         num_pad_host = _paddings(own)
         self.cache = allocate(to_device(num_pad_host, model.device), self.tokens.shape[1], num_pad_host=num_pad_host)
         if not self.copies:
-            lengths = to_device([len(prefix) for prefix in sharing.prefixes], model.device)
-            prefix_of_row = to_device(sharing.prefix_of_row, model.device)
-            self.cache.shared = SharedPrefixKV(
-                self._prefix_cache.k, self._prefix_cache.v, self._prefix_cache.kv_owner, lengths, prefix_of_row
-            )
+            prefixes = self._prefix_cache
+            groups, columns = prefixes.k[0].shape[1:3]
+            offsets = [  # prefixes are left-padded
+                0 if prefix < 0 else prefix * groups * columns + columns - count
+                for prefix, count in zip(sharing.prefix_of_row, self._before, strict=True)
+            ]
+            where, counts = to_device([offsets, self._before], model.device)
+            self.cache.shared = SharedPrefixKV(prefixes.k, prefixes.v, prefixes.kv_owner, where, counts)
 
     def feed(self, plan: LayerPlan, *, return_argmax: bool = False) -> Tensor:
         """Feeds prefixes, then prompts; returns what `prefill.feed_prompts` does."""

@@ -108,6 +108,9 @@ class BatchResult:
     @classmethod
     def of(cls, completions: list[Completion], stats: BatchStats) -> "BatchResult":
         """The result, with the completions' totals filled in in `stats`."""
+        if isinstance(stats, LosslessStats):  # as full depth has them, if all begin together
+            lengths = [len(c.tokens) for c in completions]
+            stats.batch_rows = [sum(n > k + 1 for n in lengths) for k in range(max(lengths, default=1) - 1)]
         stats.output_tokens = sum(len(c.tokens) for c in completions)
         stats.layers_run = sum(c.layers_run for c in completions)
         stats.ffns_run = sum(c.ffns_run for c in completions)

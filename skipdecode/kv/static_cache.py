@@ -27,7 +27,7 @@ from skipdecode.kv.view import AttentionVariant, MaskRule, StepView, allowed_by,
 class SharedPrefixKV:
     """One copy of the K/V of prompt prefixes that several rows of a batch attend to: k[l], v[l] [R, G, S, K].
 
-    Prefixes are left-padded to S columns. Attention goes over a row's prefix and its own columns with one softmax
+    Attention goes over a row's prefix and its own columns with one softmax
     (`SharedPrefix`), so a row's result is bit for bit that of all columns in one piece. Only kernels read it;
     elsewhere prefixes are copied into the rows' own memory (`skipdecode.engine.prefix_sharing`).
     """
@@ -37,19 +37,13 @@ class SharedPrefixKV:
         k: Sequence[Tensor],
         v: Sequence[Tensor],
         kv_owner: Sequence[int],
-        lengths: Tensor,
-        prefix_of_row: Tensor,
+        offsets: Tensor,
+        counts: Tensor,
     ) -> None:
-        """`lengths` [R] int64: tokens of each prefix. `prefix_of_row` [B] int64: the prefix of each row, -1 if it has
-        none."""
+        """`offsets` [B] int64 as in `SharedPrefix`, alike in all layers. `counts` [B] int64: the tokens of each row's
+        prefix, 0 if it has none."""
         self._k, self._v, self._kv_owner = k, v, kv_owner
-        self._lengths, self._prefix_of_row = lengths, prefix_of_row
-        has_prefix = prefix_of_row >= 0
-        chosen = prefix_of_row.clamp(min=0)
-        self.counts = torch.where(has_prefix, lengths[chosen], 0)
-        """[B] int64: tokens of each row's prefix."""
-        groups, columns = k[0].shape[1:3]
-        self._offsets = torch.where(has_prefix, chosen * groups * columns + columns - self.counts, 0)
+        self._offsets, self.counts = offsets, counts
 
     @property
     def memory(self) -> list[Tensor]:
@@ -61,7 +55,8 @@ class SharedPrefixKV:
 
     def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
         """The prefixes of some of the rows, in the same memory."""
-        return SharedPrefixKV(self._k, self._v, self._kv_owner, self._lengths, self._prefix_of_row[rows].contiguous())
+        offsets, counts = (own[rows].contiguous() for own in (self._offsets, self.counts))
+        return SharedPrefixKV(self._k, self._v, self._kv_owner, offsets, counts)
 
 
 class KVCache:
@@ -89,6 +84,8 @@ class KVCache:
         self.num_pad, self.num_pad_host = num_pad, num_pad_host
         self.length = 0
         self.shared: SharedPrefixKV | None = None
+        self.slots: Tensor | None = None
+        """[B] int64: where the rows are, if `k` and `v` are those of a `SlotCache`, for prompts without padding."""
         # a [B] tensor, always the same one, and the `length` that it was last filled with
         self._newest_columns: tuple[Tensor, int] | None = None
         self._steps: dict[tuple[object, ...], Callable[[Tensor], Tensor]] = {}  # prepared calls of `run_fused`
@@ -390,7 +387,7 @@ class PackedPromptsView:
         are."""
         self._cache, self._positions, self._table = cache, positions, table
         columns = cache.num_pad if cache.shared is None else cache.num_pad - cache.shared.counts
-        self.prompts = PackedPrompts(positions, columns, num_cached)
+        self.prompts = PackedPrompts(positions, columns, num_cached, cache.slots)
         self.pack = self.prompts.pack
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -437,7 +434,7 @@ class LastTokensView(StepView):
     def columns(self, layer: int) -> KVRange:
         cache = self._cache
         shared = None if cache.shared is None else cache.shared.columns(layer)
-        return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last_columns, shared=shared)
+        return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last_columns, cache.slots, shared)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         decode_attention = self._cache.decode_attention

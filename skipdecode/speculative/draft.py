@@ -1,8 +1,10 @@
-"""What one row drafts in a round of lossless decoding (`skipdecode.speculative.speculative_batch`). No torch."""
+"""What one row drafts in a round of lossless decoding (`skipdecode.speculative.speculative_batch`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
+
+from skipdecode.engine.continuous_batch import Member
 
 Source = Literal["layers"] | int
 """What drafted a token: passes that skip layers, or an n-gram match, given by its length."""
@@ -13,8 +15,8 @@ LAYERS: Final = "layers"
 class Draft:
     """The newest token of a row and the tokens drafted after it, which one pass at full depth verifies."""
 
-    slot: int
-    """The row's slot in the batch."""
+    member: Member
+    """The row in its batch."""
     step: int
     """The decode step that feeds its newest token."""
     tokens: list[int]

@@ -6,36 +6,64 @@ token as long as the drafts before it were what full depth made. Token k of a ro
 a draft as in a verification, so the tokens are those of full depth, greedy or sampled, whatever was drafted.
 
 Verification writes keys and values of every token that it feeds. Cache entries after a row's last accepted token are
-stale until the next round overwrites them. Not here: how many tokens to draft (`controller`), passes and plain steps
-(`ragged_batch`), and running a batch to its end (`generate_lossless`).
+stale until the next round overwrites them. A round without drafts is a step of `ContinuousBatch`, so that what drafts
+gain is measured against a batch that never drafts. Not here: how many tokens to draft (`controller`), and running a
+batch to its end (`skipdecode.engine.generate`).
+
+N tokens of a pass, D width, V vocabulary.
 """
 
-from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
+from skipdecode.engine.continuous_batch import ContinuousBatch, Member
+from skipdecode.engine.logprobs import listed, top_logprobs
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row
+from skipdecode.engine.results import LosslessStats, TokenLogprobs
 from skipdecode.engine.static_batch import synchronized_time
 from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.sampler import argmax
-from skipdecode.schedules.layer_ranges import layer_ends, ranges_by_age
+from skipdecode.model.sampler import argmax, cuts, pick
+from skipdecode.schedules.layer_ranges import LayerRanges, layer_ends, ranges_by_age
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import Decision, SpeculationController
 from skipdecode.speculative.draft import LAYERS, Draft, shares
 from skipdecode.speculative.draft_vocab import DraftHead
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import NgramProposer
-from skipdecode.speculative.ragged_batch import Draws, RaggedBatch
 
+FEW = 64  # tokens that are chosen at a time at least: each time reads the head
 READ_EVERY = 8  # plain steps, of which one is read by the draft vocabulary: some of the text says enough
 
 
-class SpeculativeBatch(RaggedBatch):
+Params: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Temperature, top_k, top_p [N, 1]."""
+
+
+class Draws(NamedTuple):
+    """Sampling parameters of N rows, and the random numbers of their next n tokens."""
+
+    params: Params
+    uniforms: Tensor
+    """[N, n]."""
+
+    def of(self, rows: slice) -> "Draws":
+        temperature, top_k, top_p = self.params
+        return Draws((temperature[rows], top_k[rows], top_p[rows]), self.uniforms[rows])
+
+    def number(self, i: int) -> "Draws":
+        """For token i of each row."""
+        return Draws(self.params, self.uniforms[:, i : i + 1])
+
+
+class SpeculativeBatch(ContinuousBatch):
     """A `ContinuousBatch` at full depth whose steps are rounds: every row gets one token or several."""
 
     def __init__(
@@ -45,11 +73,15 @@ class SpeculativeBatch(RaggedBatch):
         *,
         decode_text: DecodeText | None = None,
         controller: SpeculationController | None = None,
-        is_closed: bool = False,
     ) -> None:
-        """`controller`: decides for this batch, and learns from it; None: one of its own, without a clock. `is_closed`
-        as in `ContinuousBatch`."""
-        super().__init__(model, schedule, decode_text=decode_text, is_closed=is_closed)
+        """`controller`: decides for this batch, and learns from it; None: one of its own, without a clock."""
+        # max_pending: the next round depends on what this one makes
+        super().__init__(model, schedule, decode_text=decode_text, max_pending=0)
+        self._full = LayerRanges.of_plan(schedule.full_plan)
+        self._depth = schedule.full_plan.num_layers_run
+        self._device = model.device
+        self._has_cuts = False
+        self.stats: LosslessStats = LosslessStats()
         self._lossless = schedule
         self._controller = controller or SpeculationController(schedule, LatencyModel.of(model))
         self._latency = self._controller.latency
@@ -68,60 +100,68 @@ class SpeculativeBatch(RaggedBatch):
     def step(self) -> None:
         """One round."""
         begin = synchronized_time(self._device)
-        running = self._running()
-        if not running:
+        self._drop_ended()
+        num_rows = len(self._members)
+        if not num_rows:
             return
-        steps = sorted(len(self._members[slot].row.tokens) - 1 for slot in running)
-        num_rows = len(running)
-        context = (sum(self._cache.prompts[slot] for slot in running) + sum(steps)) // num_rows + 1
+        steps = sorted(len(member.row.tokens) - 1 for member in self._members)
+        prompts = [len(member.row.request.prompt_tokens) for member in self._members]
+        context = (sum(prompts) + sum(steps)) // num_rows + 1
         decision = self._controller.decide(num_rows, steps[num_rows // 2], context)
-        if decision.has_drafts:
-            num_tokens = self._drafted_round(running, decision, context)
-        else:
-            num_tokens = self._plain_round(running, context)
+        num_tokens = self._drafted_round(decision, context) if decision.has_drafts else self._plain_round(context)
         took_s = synchronized_time(self._device) - begin
-        self.row_steps += num_rows
-        self.stats.decode_steps += 1
-        self.stats.row_steps += num_rows
         self.stats.count_round(decision.outcome)
         self._controller.observe(decision, num_rows, context, num_tokens, took_s)
 
-    def _changed(self) -> None:
-        super()._changed()
-        self._proposer.keep({member.row for member in self._members})
+    def _step_of(self, member: Member) -> int:
+        return len(member.row.tokens) - 1
 
-    def _plain_round(self, running: list[int], context: int) -> int:
-        """A plain step of the rows in the slots `running`; how many tokens it made."""
+    def _changed(self) -> None:
+        self._has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
+        self._proposer.keep({member.row for member in self._members})
+        super()._changed()
+
+    def _plain_round(self, context: int) -> int:
+        """A plain step; how many tokens it made."""
         begin = synchronized_time(self._device)
-        tokens = self._plain_step(running)
+        self._feed_newest()
+        self._read_output()
+        rows = [member.row for member in self._members]
+        for row in rows:
+            row.layers.append(self._depth)
+            row.ffns.append(self._depth)
+        tokens = [row.tokens[-1] for row in rows]
         if self._has_vocabulary and self.stats.decode_steps % READ_EVERY == 0:
             self._controller.vocabulary.wrote(tokens)
         took_s = synchronized_time(self._device) - begin
-        predicted_s = self._latency.roofline_s(self._lossless.full_plan, len(running), len(running), context)
-        self._latency.observe("plain", len(running), took_s, predicted_s)
+        predicted_s = self._latency.roofline_s(self._lossless.full_plan, len(tokens), len(tokens), context)
+        self._latency.observe("plain", len(tokens), took_s, predicted_s)
         self.stats.verify_s += took_s
         self.stats.model_decode_s += predicted_s
         return len(tokens)
 
-    def _drafted_round(self, running: Sequence[int], decision: Decision, context: int) -> int:
+    def _drafted_round(self, decision: Decision, context: int) -> int:
         """A round with drafts; how many tokens it made."""
-        self._repeated_step = None
         begin = synchronized_time(self._device)
-        drafts = [self._new_draft(slot, decision) for slot in running]
+        drafts = [self._new_draft(member, decision) for member in self._members]
         if any(not draft.is_complete for draft in drafts):
             self._draft_by_layers(drafts, context)
         drafted = synchronized_time(self._device)
         made = self._verify(drafts, context)
+        self._view = None  # rows have moved on by different numbers of tokens
+        self._newest = to_device([member.row.tokens[-1] for member in self._members], self._device, torch.int64)
+        self.stats.decode_steps += 1
+        self.stats.row_steps += len(drafts)
         self.stats.draft_s += drafted - begin
         self.stats.verify_s += synchronized_time(self._device) - drafted
         return made
 
-    def _new_draft(self, slot: int, decision: Decision) -> Draft:
+    def _new_draft(self, member: Member, decision: Decision) -> Draft:
         """A row's draft: by an n-gram that is as good as skipped layers, else with tokens that these are to add."""
-        row = self._members[slot].row
+        row = member.row
         sampling = row.request.sampling
         draft = Draft(
-            slot,
+            member,
             step=len(row.tokens) - 1,
             tokens=[row.tokens[-1]],
             limit=sampling.max_new_tokens - 1 - len(row.tokens),
@@ -145,12 +185,12 @@ class SpeculativeBatch(RaggedBatch):
         begin, predicted_s, largest = synchronized_time(self._device), 0.0, 0
         rows, draws = sorted(drafts, key=lambda draft: -draft.step), None
         while rows := [draft for draft in rows if not draft.is_complete]:
-            slots = [draft.slot for draft in rows]
+            members = [draft.member for draft in rows]
             tokens, view = self._inputs(rows, [draft.num_drafted for draft in rows])
             steps = [draft.step + draft.num_drafted for draft in rows]
             if self._params is not None:
                 most = max(draft.wanted - draft.num_drafted for draft in rows)
-                draws = self._draws(slots, [step + 1 for step in steps], most)
+                draws = self._draws(members, [step + 1 for step in steps], most)
             largest, number = max(largest, len(rows)), 0
             while not number or not any(draft.is_complete for draft in rows):
                 if number:  # the same rows, one position on
@@ -184,7 +224,7 @@ class SpeculativeBatch(RaggedBatch):
         model = self.model
         h = self._feed(tokens, view, ranges_by_age(steps, *self._draft_ends))[:, -1]
         if self._is_processed:
-            rows = [self._members[draft.slot].row for draft in drafts]
+            rows = [draft.member.row for draft in drafts]
             logits = self._process(model.head(h), rows, [draft.tokens[1:] for draft in drafts])
             return argmax(logits) if draws is None else self._drawn(logits, draws)
         if draws is None:
@@ -199,12 +239,12 @@ class SpeculativeBatch(RaggedBatch):
 
     def _inputs(self, drafts: Sequence[Draft], offsets: Sequence[int]) -> tuple[Tensor, TokensView]:
         """Token `offsets[i]` of `drafts[i]`, those of a draft side by side: the tokens [N], and their view."""
-        prompts = self._cache.prompts
         tokens = [draft.tokens[i] for draft, i in zip(drafts, offsets, strict=True)]
-        positions = [prompts[draft.slot] + draft.step + i for draft, i in zip(drafts, offsets, strict=True)]
-        slots = [draft.slot for draft in drafts]
-        fed, at, where = to_device([tokens, positions, slots], self._device)
-        return fed, self._view(where, at, max(Counter(slots).values()))
+        columns = [draft.member.slot.prompt + draft.step + i for draft, i in zip(drafts, offsets, strict=True)]
+        members = [draft.member for draft in drafts]
+        queries = [(i, count) for count in map(len, _runs(members)) for i in range(count)]
+        view = self._view_of(members, columns, None if len(queries) == len(set(members)) else queries)
+        return to_device(tokens, self._device, torch.int64), view
 
     def _verify(self, drafts: Sequence[Draft], context: int) -> int:
         """Feeds all drafts at full depth and gives the rows what was accepted, and one token more; how many tokens."""
@@ -212,14 +252,14 @@ class SpeculativeBatch(RaggedBatch):
         spread = [(draft, i) for draft in drafts for i in range(len(draft.tokens))]
         owners, offsets = [draft for draft, _ in spread], [i for _, i in spread]
         h = self._feed(*self._inputs(owners, offsets), self._full)
-        slots = [draft.slot for draft in owners]
-        draws = self._draws(slots, [draft.step + i + 1 for draft, i in spread])
+        members = [draft.member for draft in owners]
+        draws = self._draws(members, [draft.step + i + 1 for draft, i in spread])
         followed = [draft.tokens[1 : i + 1] for draft, i in spread] if self._is_processed else ()
-        found, made = self._choose_at(h, slots, draws, followed)
+        found, made = self._choose_at(h, members, draws, followed)
         chosen, start, num_kept = made.tolist(), 0, 0
         fed: list[tuple[Row, int, int]] = []  # rows, their tokens that were fed, and how many new ones they keep
         for draft in drafts:
-            row, own = self._members[draft.slot].row, chosen[start : start + len(draft.tokens)]
+            row, own = draft.member.row, chosen[start : start + len(draft.tokens)]
             accepted, before = draft.num_accepted(own), len(row.tokens)
             row.take(own[: accepted + 1], self.model.config.eos_token_ids, self._decode_text)
             kept = len(row.tokens) - before
@@ -240,3 +280,73 @@ class SpeculativeBatch(RaggedBatch):
         self._latency.observe("verify", len(drafts), synchronized_time(self._device) - begin, predicted_s)
         self.stats.model_decode_s += predicted_s
         return num_kept
+
+    def _draws(self, members: Sequence[Member], steps: Sequence[int], count: int = 1) -> Draws | None:
+        """For `count` tokens from y_k on, k = `steps[i]`, of `members[i]`; None if all rows are greedy."""
+        params = self._params_of(members)
+        if params is None:
+            return None
+        numbers = [member.uniforms_from(k, count) for member, k in zip(members, steps, strict=True)]
+        return Draws(params, to_device(np.array(numbers, dtype=np.float32), self._device))
+
+    def _params_of(self, members: Sequence[Member]) -> Params | None:
+        params = self._params
+        if params is None or list(members) == self._members:
+            return params
+        number = {member: at for at, member in enumerate(self._members)}
+        at = to_device([number[member] for member in members], self._device)
+        return params[0][at], params[1][at], params[2][at]
+
+    def _drawn(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Samples one token of each row: [N, V] -> [N]."""
+        return pick(logits, *draws.params, draws.uniforms, cuts=self._has_cuts)
+
+    def _choose_at(
+        self, h: Tensor, members: Sequence[Member], draws: Draws | None, drafted: Sequence[list[int]] = ()
+    ) -> tuple[list[Tensor], Tensor]:
+        """The next token after each position, of `members[i]` and by its `draws` [N]; before it, what
+        `top_logprobs` gives for the positions whose rows ask for log-probabilities. `drafted` as for
+        `LogitsProcessor`."""
+        if self._params is None and not self._logprobs.is_asked and not self._is_processed:
+            return [], self.model.argmax(h.select(1, -1))
+        states, most = h.select(1, -1), max(len(self._members), FEW)
+        if len(h) <= most:
+            return self._choose_among(states, members, draws, drafted)
+        made, found = list[Tensor](), list[list[Tensor]]()
+        for begin in range(0, len(h), most):  # the logits of all at once may take more memory than the cache
+            part = slice(begin, begin + most)
+            own = None if draws is None else draws.of(part)
+            seen, chosen = self._choose_among(states[part], members[part], own, drafted[part])
+            made.append(chosen)
+            if seen:
+                found.append(seen)
+        return [torch.cat(parts) for parts in zip(*found, strict=True)], torch.cat(made)
+
+    def _choose_among(
+        self, states: Tensor, members: Sequence[Member], draws: Draws | None, drafted: Sequence[list[int]]
+    ) -> tuple[list[Tensor], Tensor]:
+        """`_choose_at` for states [N, D] whose logits are held at once."""
+        logits = self.model.head(states)
+        processed = self._process(logits, [member.row for member in members], drafted)
+        made = argmax(processed) if draws is None else self._drawn(processed, draws)
+        if not self._logprobs.is_asked:
+            return [], made
+        own = [i for i, member in enumerate(members) if member.row.request.top_logprobs is not None]
+        if len(own) == len(members):
+            return list(top_logprobs(logits, made, self._logprobs.num_top)), made
+        return list(top_logprobs(logits[own], made[own], self._logprobs.num_top)) if own else [], made
+
+    def _give_logprobs(self, fed: Sequence[tuple[Row, int, int]], found: Sequence[Tensor]) -> None:
+        """Hands log-probabilities to the rows that ask. `fed`: rows, how many of their tokens were fed, and how many of
+        the new ones they keep."""
+        one_by_one = iter(listed(*found))
+        for row, num_fed, kept in fed:
+            if row.request.top_logprobs is None:
+                continue
+            for one in [next(one_by_one) for _ in range(num_fed)][:kept]:
+                row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
+
+
+def _runs(members: Sequence[Member]) -> list[list[Member]]:
+    """The members, with those that stand side by side in a list of their own."""
+    return [list(run) for _, run in groupby(members)]

@@ -8,7 +8,8 @@ import pytest
 
 from actors import generator as module
 from actors.generator import Generator, GeneratorConfig
-from skipdecode.engine.generate import generate
+from skipdecode.engine.continuous_batch import ContinuousBatch
+from skipdecode.engine.generate import generate, refill
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchResult
 from tests.support.engine_helpers import DECODE
@@ -36,14 +37,19 @@ def shared(folder: Path) -> Generator:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, Any]]]:
-    """(ids, keyword arguments and the schedule) of every call of `generate`; the calls go through."""
+    """(ids, keyword arguments and the schedule) of every call of `generate` or `refill`; the calls go through."""
     seen: list[tuple[list[str], dict[str, Any]]] = []
 
     def spy(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
         seen.append(([r.id for r in requests], keys | {"schedule": schedule}))
         return generate(model, requests, schedule, **keys)
 
+    def spy_on_refill(batch: ContinuousBatch, requests: Sequence[Request], **keys: Any) -> BatchResult:
+        seen.append(([r.id for r in requests], keys | {"schedule": batch.schedule}))
+        return refill(batch, requests, **keys)
+
     monkeypatch.setattr(module, "generate", spy)
+    monkeypatch.setattr(module, "refill", spy_on_refill)
     return seen
 
 

@@ -1,6 +1,6 @@
 """`Generator`: failures cost the row at fault alone.
 
-Where batches must fail, `generate` inside `actors.generator` is wrapped: it raises for chosen rows, else decodes.
+Where batches must fail, `Generator._run` is wrapped: it raises for chosen rows, else decodes.
 """
 
 import weakref
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from actors import generator as module
+from actors.batching.buckets import PlannedBatch
 from actors.generator import Answer, Generator, RowFailure
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import generate
-from skipdecode.engine.request import Request
+from skipdecode.engine.continuous_batch import ContinuousBatch
+from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import BatchResult, Completion
-from tests.support.random_requests import one_by_one, random_requests
+from tests.support.random_requests import SKIP, one_by_one, random_requests
 
 
 def fail_when(
@@ -24,14 +24,16 @@ def fail_when(
 ) -> list[int]:
     sizes: list[int] = []
 
-    def flaky(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+    run = Generator._run
+
+    def flaky(generator: Generator, batch: PlannedBatch, requests: Sequence[Request], *others: Any) -> BatchResult:
         sizes.append(len(requests))
         error = is_bad(requests)
         if error is not None:
             raise error
-        return generate(model, requests, schedule, **keys)
+        return run(generator, batch, requests, *others)
 
-    monkeypatch.setattr(module, "generate", flaky)
+    monkeypatch.setattr(Generator, "_run", flaky)
     return sizes
 
 
@@ -76,15 +78,17 @@ def test_a_dead_batch_lets_go_of_its_memory(build: Callable[..., Generator], mon
     caches: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
-    def exhausted(model: Any, requests: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+    run = Generator._run
+
+    def exhausted(generator: Generator, batch: PlannedBatch, requests: Sequence[Request], *others: Any) -> BatchResult:
         alive.append(sum(ref() is not None for ref in caches))
         cache = torch.empty(1000)
         caches.append(weakref.ref(cache))
         if len(requests) > 2:
             raise torch.OutOfMemoryError(f"no room for {len(cache)}")
-        return generate(model, requests, schedule, **keys)
+        return run(generator, batch, requests, *others)
 
-    monkeypatch.setattr(module, "generate", exhausted)
+    monkeypatch.setattr(Generator, "_run", exhausted)
     generator(requests)
     assert len(alive) > 8
     assert set(alive) == {0}
@@ -116,3 +120,44 @@ def test_long_messages_are_cut(build: Callable[..., Generator], monkeypatch: pyt
     (answer,) = generator(random_requests(1)).answers
     assert isinstance(answer, RowFailure)
     assert len(answer.error_message) <= 2000
+
+
+def test_rows_that_have_ended_are_not_decoded_again(
+    build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row whose steps fail late: those that were whole by then are, and each is recorded once."""
+    generator, requests = build(decode=SKIP | {"horizon": 9}, batch_size=4), random_requests(16, limits=(12, 2, 3, 12))
+    wanted = one_by_one(generator, requests)
+    feed, join = ContinuousBatch._feed_newest, ContinuousBatch.join
+    joined: list[str] = []
+
+    def fails_late(batch: ContinuousBatch) -> None:
+        if any(member.row.request.id == "row-7" and len(member.row.tokens) > 4 for member in batch._members):
+            raise RuntimeError("boom")
+        feed(batch)
+
+    def noted(batch: ContinuousBatch, given: Sequence[Request], *others: Any) -> list[Row]:
+        joined.extend(request.id for request in given)
+        return join(batch, given, *others)
+
+    assert len(wanted[7].tokens) > 5, "the case has lost its point"
+    monkeypatch.setattr(ContinuousBatch, "_feed_newest", fails_late)
+    monkeypatch.setattr(ContinuousBatch, "join", noted)
+    result = generator(requests)
+    check_failures(result.answers, wanted, {7}, "RuntimeError", "boom")
+    once = [request.id for request in requests if joined.count(request.id) == 1]
+    assert len(once) >= 4
+    assert sum(record["rows"] for record in result.batches) == 15
+    assert sum(record["output_tokens"] for record in result.batches) == sum(
+        len(one.tokens) for row, one in enumerate(wanted) if row != 7
+    )
+
+
+def test_what_has_not_begun_is_left_when_no_more_is_wanted(build: Callable[..., Generator]) -> None:
+    generator, requests = build(decode=SKIP | {"horizon": 9}, batch_size=4), random_requests(16)
+    wanted, asked = one_by_one(generator, requests), iter([True, False])
+    result = generator(requests, goes_on=lambda: next(asked))
+    assert 4 < len(result.answers) < 16
+    assert result.answers == [wanted[row] for row in range(16) if row not in result.left]
+    assert len(result.answers) + len(result.left) == 16
+    assert sum(record["rows"] for record in result.batches) == len(result.answers)

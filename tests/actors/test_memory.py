@@ -24,7 +24,6 @@ from skipdecode.cost.gpu_specs import GPUS, MEMORY_SHARE
 from skipdecode.cost.predict import MODELS, Workload, gpus_needed, num_weights, predict
 from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.generate import generate
 from skipdecode.engine.prefill import has_room
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
@@ -201,13 +200,15 @@ def test_an_error_after_which_the_device_counts_is_the_batches_own(
     assert not is_device_lost(ValueError("whatever"), [torch.device("cpu")])
     made, calls = build(tiny_checkpoint), []
 
-    def failing(*args: object, **keys: object) -> object:
+    run = Generator._run
+
+    def failing(*args: object) -> object:
         calls.append(args)
         if len(calls) == 1:
             raise CudaError("invalid configuration argument")
-        return generate(*args, **keys)  # type: ignore[arg-type]
+        return run(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(generator, "generate", failing)
+    monkeypatch.setattr(Generator, "_run", failing)
     requests = some(4)
     result = made(requests)
     assert [answer.tokens for answer in result.answers] == [a.tokens for a in build(tiny_checkpoint)(requests).answers]  # type: ignore[union-attr]
@@ -230,12 +231,14 @@ def test_a_lost_device_in_a_measurement_ends_the_worker(tiny_checkpoint: Path, m
     made = build(tiny_checkpoint, baseline_fraction=1.0)
     monkeypatch.setattr(generator, "is_device_lost", lambda error, _device: isinstance(error, CudaError))
 
-    def failing(model: object, requests: object, schedule: object, **keys: object) -> object:
+    run = Generator._run
+
+    def failing(self: Generator, batch: object, requests: object, schedule: object, *others: object) -> object:
         if schedule == made.full:
             raise CudaError("gone")
-        return generate(model, requests, schedule, **keys)  # type: ignore[arg-type]
+        return run(self, batch, requests, schedule, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(generator, "generate", failing)
+    monkeypatch.setattr(Generator, "_run", failing)
     with pytest.raises(CudaError):
         made(some(4))
 

@@ -17,7 +17,7 @@ from actors.measuring.bench import random_model
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
-from skipdecode.engine.generate import generate, generate_continuous
+from skipdecode.engine.generate import generate, generate_continuous, refill
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
@@ -27,7 +27,6 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill
-from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.schedules import SCHEDULES
 
@@ -135,7 +134,7 @@ def test_lossless_tokens_are_those_of_the_cpu(
     wanted = generate(load_model(folder), requests, FullDepth(6)).completions
     schedule = Lossless(6, SkipDecode(6, 5, 2, 1, 9), draft_tokens=3)
     batch = SpeculativeBatch(load_model(folder, device=DEVICE).pack(), schedule)
-    made = run_to_the_end(batch, requests).completions
+    made = refill(batch, requests, max_rows=len(requests)).completions
     assert [row.tokens for row in made] == [row.tokens for row in wanted]
     assert sum(batch.stats.drafted_at) > 0
 
@@ -181,8 +180,8 @@ def test_continuous_batches_wait_for_nothing(
     model = load_model(folder, device=DEVICE).pack()
     generate_continuous(model, requests, schedule, max_rows=3)  # kernels are compiled
     with no_waits():
-        rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
-    assert [row.tokens for row in rows] == wanted
+        made = generate_continuous(model, requests, schedule, max_rows=3).completions
+    assert [completion.tokens for completion in made] == wanted
 
 
 PRODUCTION = {  # as in the released models, with few layers

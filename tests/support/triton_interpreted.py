@@ -22,11 +22,10 @@ from skipdecode.backends.kernel_self_test import self_test
 from skipdecode.backends.torch_kernels import TorchKernels, normed_by
 from skipdecode.backends.torch_sampling import pick_by_sort
 from skipdecode.backends.triton_kernels import TritonKernels
-from skipdecode.engine.generate import generate
+from skipdecode.engine.generate import generate, refill
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, SkipDecode, SwiftKVPrefill, Unified
-from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import cpu_computed_by, random_model, some_requests
 
@@ -254,7 +253,7 @@ def lossless(name: str) -> None:
     with cpu_computed_by(CudaBackend(TRITON)):
         schedule = Lossless(3, Unified(3, 2), draft_tokens=3)
         batch = SpeculativeBatch(random_model(name, layers=3).pack(), schedule)
-        assert [c.tokens for c in run_to_the_end(batch, requests).completions] == wanted
+        assert [c.tokens for c in refill(batch, requests, max_rows=len(requests)).completions] == wanted
     assert sum(batch.stats.drafted_at) > 0
 
 

@@ -28,6 +28,7 @@ struct Prompts {
   const int64_t* starts;   // [count + 1]: of the prompts' tokens
   const int64_t* columns;  // [count]: the cache column of each prompt's first token
   const int64_t* before;   // [count]: earlier tokens of each prompt that are cached already; null: none
+  const int64_t* slots;    // [count]: the row of the cache that each prompt has; null: its number
 
   int64_t begin(int64_t prompt) const { return starts[prompt] - (before ? before[prompt] : 0); }
 };
@@ -45,12 +46,13 @@ struct Lines {
 
 template <typename T>
 struct Memory {
-  T *k, *v;  // [prompts, groups, capacity, dim]
+  T *k, *v;  // [prompts or slots, groups, capacity, dim]
   int64_t capacity;
   const Shared* shared;  // prefixes that are not in k and v, since several prompts read them; null: none
 
   int64_t at(const Prompts& prompts, int64_t prompt, const Heads& heads, int64_t group) const {  // its first token
-    return ((prompt * heads.groups + group) * capacity + prompts.columns[prompt]) * heads.dim;
+    const int64_t row = prompts.slots ? prompts.slots[prompt] : prompt;
+    return ((row * heads.groups + group) * capacity + prompts.columns[prompt]) * heads.dim;
   }
 
   Lines<T> lines(const Prompts& prompts, int64_t prompt, const Heads& heads, int64_t group, bool are_values) const {
@@ -436,23 +438,24 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
 
 // prompt_*: h [tokens, width], in place; starts [prompts + 1]: the first token of each prompt. k, v: the layer's cache
 // [prompts, groups, capacity, dim], filled from column columns[prompt] on. before [prompts]: earlier tokens of each
-// prompt whose keys and values are in the cache, or in `shared`; null: none.
+// prompt whose keys and values are in the cache, or in `shared`; null: none. slots [prompts]: the row of each prompt in k
+// and v, which may then have others too; null: k and v have the prompts' rows alone.
 //
 // store_*: keys and values alone, of all outputs of each of `layers` products, from the norm (null: none) of h [tokens,
 // width], which is not changed; k_norms, k, v, capacities [layers]. Also for layers that share the state these are
 // computed from (SwiftKV).
 #define EXPORT(NAME, T)                                                                                                 \
   extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns,       \
-                                const int64_t* before, T* h, int attends, int runs_ffn, T* k, T* v, int64_t capacity,   \
-                                const Shared* shared, int num_threads) {                                                \
-    run_prompts<T>(block, {count, starts, columns, before}, h, attends, runs_ffn, {k, v, capacity, shared},             \
+                                const int64_t* before, const int64_t* slots, T* h, int attends, int runs_ffn, T* k,     \
+                                T* v, int64_t capacity, const Shared* shared, int num_threads) {                        \
+    run_prompts<T>(block, {count, starts, columns, before, slots}, h, attends, runs_ffn, {k, v, capacity, shared},      \
                    num_threads);                                                                                        \
   }                                                                                                                     \
   extern "C" void store_##NAME(const Heads* heads, const Norm* norm, int64_t layers, const Product* products,           \
                                const void* const* k_norms, int64_t count, const int64_t* starts,                        \
-                               const int64_t* columns, const int64_t* before, const T* h, T* const* k, T* const* v,     \
-                               const int64_t* capacities, int num_threads) {                                            \
-    run_store<T>(*heads, norm, layers, products, k_norms, {count, starts, columns, before}, h, k, v, capacities,        \
+                               const int64_t* columns, const int64_t* before, const int64_t* slots, const T* h,         \
+                               T* const* k, T* const* v, const int64_t* capacities, int num_threads) {                  \
+    run_store<T>(*heads, norm, layers, products, k_norms, {count, starts, columns, before, slots}, h, k, v, capacities, \
                  num_threads);                                                                                          \
   }
 FOR_EACH_TYPE(EXPORT)

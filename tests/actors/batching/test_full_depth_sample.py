@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from actors import generator as module
 from actors.batching.full_depth_sample import FIRST_PAIRS, FullDepthSample, agreement, paired_batches
 from actors.generator import Generator
 from skipdecode.engine.generate import generate
@@ -70,7 +69,7 @@ PREDICTED = {"predicted_prefill_s", "predicted_decode_s", "full_predicted_prefil
 
 def test_baseline_pairs(build: Callable[..., Generator], calls: list[tuple[list[str], dict[str, Any]]]) -> None:
     """Batches 0, 2 and 4 always, and one of each ten; the passes change order from pair to pair; answers are ours."""
-    generator = build(baseline_fraction=0.1, batch_size=1, length_buckets=(32,))
+    generator = build(baseline_fraction=0.1, batch_size=1, length_buckets=(32,), deterministic=True)
     calls.clear()
     requests = random_requests(24)
     result = generator(requests)
@@ -97,6 +96,19 @@ def test_baseline_pairs(build: Callable[..., Generator], calls: list[tuple[list[
     assert [record["batch"] for record in again.batches] == list(range(24, 48))
     paired += [record["batch"] for record in again.batches if "full_decode_s" in record]
     assert [place // 10 for place in paired[3:] if place < 40] == [0, 1, 2, 3]
+
+
+def test_all_others_are_decoded_as_one_batch(build: Callable[..., Generator]) -> None:
+    generator, requests = build(baseline_fraction=0.1, batch_size=1, length_buckets=(32,)), random_requests(24)
+    result = generator(requests)
+    assert result.answers == one_by_one(generator, requests)
+    *paired, others = result.batches
+    assert len(paired) > 3
+    assert all(record["rows"] == 1 and "full_decode_s" in record for record in paired)
+    assert others["rows"] == 24 - len(paired)
+    assert "full_decode_s" not in others
+    assert others["decode_steps"] == others["row_steps"], "one row at a time"
+    assert [record["batch"] for record in result.batches] == list(range(len(result.batches)))
 
 
 def test_baseline_agreement_is_that_of_the_two_passes(build: Callable[..., Generator]) -> None:
@@ -150,12 +162,14 @@ def test_a_failing_baseline_costs_no_row(build: Callable[..., Generator], monkey
     generator, requests = build(baseline_fraction=1.0), random_requests(9)
     wanted = one_by_one(build(), requests)
 
-    def shallow_only(model: Any, rows: Sequence[Request], schedule: Any, **keys: Any) -> BatchResult:
+    run = Generator._run
+
+    def shallow_only(self: Generator, batch: Any, rows: Sequence[Request], schedule: Any, *others: Any) -> BatchResult:
         if schedule == generator.full:
             raise torch.OutOfMemoryError("no room at full depth")
-        return generate(model, rows, schedule, **keys)
+        return run(self, batch, rows, schedule, *others)
 
-    monkeypatch.setattr(module, "generate", shallow_only)
+    monkeypatch.setattr(Generator, "_run", shallow_only)
     result = generator(requests)
     assert result.answers == wanted
     assert {record["full_error"] for record in result.batches} == {"OutOfMemoryError: no room at full depth"}

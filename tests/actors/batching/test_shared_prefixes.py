@@ -23,7 +23,6 @@ from actors.generator import Generator, GeneratorConfig
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.schedules.schedule import FullDepth, Schedule
@@ -187,14 +186,14 @@ def test_both_depths_share_and_are_predicted(source: Path) -> None:
 
 def test_a_failing_batch_is_halved_with_what_it_shares(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = Generator(config(source, shares_prefixes=True))
-    wanted, inner = generator(window()).answers, generate
+    wanted, run = generator(window()).answers, Generator._run
 
-    def fails_when_large(model: object, requests: list[Request], *args: object, **keys: object) -> object:
+    def fails_when_large(self: Generator, batch: object, requests: list[Request], *others: object) -> object:
         if len(requests) > 3:
             raise RuntimeError("no memory")
-        return inner(model, requests, *args, **keys)  # type: ignore[arg-type]
+        return run(self, batch, requests, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(actors.generator, "generate", fails_when_large)
+    monkeypatch.setattr(Generator, "_run", fails_when_large)
     made = generator(window())
     assert made.answers == wanted
     assert any(record["prefix_tokens_saved"] for record in made.batches)

@@ -15,6 +15,7 @@ from pipeline.config.job import ConfigError
 from pipeline.processor import build, build_processor
 from pipeline.processor.stage import KeyedModelThread, ProcessorStage, without_key
 from skipdecode import TextModel, generate, load
+from skipdecode.engine.generate import GoesOn, always
 from skipdecode.engine.request import Request
 from tests.docs.pages import ROOT, run_blocks
 
@@ -101,10 +102,10 @@ def test_scores_come_out_too(model: TextModel, tiny_checkpoint: Path) -> None:
 
 
 class DiesOfOne(KeyedModelThread):
-    def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
+    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
         if any(without_key(request).id == "r5" for request in requests):
             os._exit(1)
-        return super().decode(requests, may_measure)
+        return super().decode(requests, may_measure, goes_on)
 
 
 class Mortal(ProcessorStage):

@@ -17,6 +17,7 @@ from pipeline.stages.attempt_tracker import AttemptTracker, StopRun, WorkerProce
 from pipeline.stages.window_decoder import WindowDecoder, prompt_key
 from pipeline.stages.work_stealing import StealQueue
 from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import GoesOn, always
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
@@ -45,19 +46,26 @@ class Collector:
 
 
 class FakeModel:
-    """Two rows a batch; dies of poison, and calls `meanwhile` before each answer."""
+    """Two rows a batch, one after the other; dies of poison, and calls `meanwhile` before each answer."""
 
     def __init__(self, poison: Sequence[str] = (), meanwhile: Callable[[], None] = lambda: None) -> None:
         self.poison, self.meanwhile = set(poison), meanwhile
         self.decoded: list[list[str]] = []
         self.num_checks = 0
 
-    def decode(self, requests: Sequence[Request], may_measure: bool = True) -> WindowResult:
-        self.decoded.append([request.id for request in requests])
-        if self.poison & set(self.decoded[-1]):
+    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
+        if self.poison & {request.id for request in requests}:
+            self.decoded.append([request.id for request in requests])
             raise Died
-        self.meanwhile()
-        return WindowResult([Completion([len(request.prompt_tokens)], "stop", 1, 1) for request in requests])
+        begun: list[Request] = []
+        for batch in self.batches(requests):
+            if begun and not goes_on():
+                break
+            begun += batch
+            self.meanwhile()
+        self.decoded.append([request.id for request in begun])
+        answers = [Completion([len(request.prompt_tokens)], "stop", 1, 1) for request in begun]
+        return WindowResult(answers, left=list(range(len(begun), len(requests))))
 
     def batches(self, requests: Sequence[Request]) -> list[list[Request]]:
         return [list(requests[at : at + 2]) for at in range(0, len(requests), 2)]
@@ -167,6 +175,23 @@ def test_a_thief_takes_a_part_and_its_owner_gets_the_answers(
     assert mine.decoded[0] == ["r6", "r7"], "what takes longest is first"
     assert {window["window"] for window in other.collector.windows} == {0}, "rows of another worker's"
     assert not other.decoder.steal()
+
+
+def test_rows_that_have_not_begun_are_shared_once_a_worker_is_idle(
+    crowd: tuple[AttemptTracker, StealQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts, queue = crowd
+    idle = iter([0, 0, 1])  # before the window, and between its batches
+    monkeypatch.setattr(queue, "num_idle", lambda: next(idle, 1))
+    theirs = FakeModel()
+    other = Worker("other", attempts, theirs, queue)
+    mine = FakeModel(meanwhile=lambda: other.decoder.steal())
+    owner = Worker("owner", attempts, mine, queue)
+    assert tokens(owner.decoder.answer(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert mine.decoded[0] == ["r0", "r1", "r2", "r3"]
+    assert theirs.decoded
+    assert sorted(row for part in mine.decoded + theirs.decoded for row in part) == [f"r{row}" for row in range(8)]
+    assert sum(window["rows"] for window in owner.collector.windows + other.collector.windows) == 8
 
 
 def test_what_a_thief_does_not_bring_the_owner_makes(crowd: tuple[AttemptTracker, StealQueue]) -> None:

@@ -127,8 +127,7 @@ def test_rows_of_different_ages_too(backend: str, plain: Callable[[str], Decoder
     for is_available in (lambda _: False, cpu_kernels.is_available):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cpu_kernels, "is_available", is_available)
-            rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
-            made.append([row.tokens for row in rows])
+            made.append([c.tokens for c in generate_continuous(model, requests, schedule, max_rows=3).completions])
     assert made[0] == made[1]
     assert made[0] == [c.tokens for c in generate(model, requests, schedule).completions]
 
@@ -260,8 +259,8 @@ def test_tokens_without_logits_are_those_with(kind: Kind, is_continuous: bool, m
             if not asking:
                 patch.setattr(model, "head", lambda h: 1 / 0)
             if is_continuous:
-                rows, _ = generate_continuous(model, requests, FullDepth(6), max_rows=3)
-                made.append([row.tokens for row in rows])
+                result = generate_continuous(model, requests, FullDepth(6), max_rows=3)
+                made.append([c.tokens for c in result.completions])
             else:
                 made.append([c.tokens for c in generate(model, requests, FullDepth(6)).completions])
     assert made[0] == made[1] == made[2]

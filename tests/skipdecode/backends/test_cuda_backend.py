@@ -3,6 +3,7 @@
 Float32 tokens are those of the decoder by parts. That Triton's kernels are these ones: `test_triton_kernels.py`.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import ClassVar
 
@@ -16,12 +17,12 @@ from skipdecode.backends.cuda_backend import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
 from skipdecode.backends.rope import rotary_table
 from skipdecode.backends.torch_kernels import TorchKernels
-from skipdecode.engine.generate import generate, generate_continuous
-from skipdecode.kv.slot_cache import TokensView, query_index
+from skipdecode.engine.continuous_batch import Member
+from skipdecode.engine.generate import generate, generate_continuous, refill
+from skipdecode.kv.slot_cache import QUERY, SLOT, TokensView
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftKVPrefill
-from skipdecode.speculative.generate_lossless import run_to_the_end
 from skipdecode.speculative.speculative_batch import SpeculativeBatch
 from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model, some_requests
 
@@ -47,8 +48,8 @@ def test_tokens_are_those_of_torch(name: str, schedule: Schedule) -> None:
         fixed = generate(model, requests, schedule, prompt_columns=32, batch_rows=7, compact=False)
         assert fixed.completions == wanted
         if schedule.is_static:
-            rows, _ = generate_continuous(model, requests, schedule, max_rows=3)
-            assert [row.tokens for row in rows] == [completion.tokens for completion in wanted]
+            made = generate_continuous(model, requests, schedule, max_rows=3).completions
+            assert [c.tokens for c in made] == [c.tokens for c in wanted]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -61,7 +62,9 @@ def test_drafts_are_verified_by_kernels(name: str, sampled: bool) -> None:
     Watched.sizes.clear()
     with cpu_computed_by(BACKEND):
         batch = Watched(random_model(name).pack(), Lossless(4, SkipDecode(4, 3, 2, 1, 6), draft_tokens=3))
-        assert [c.tokens for c in run_to_the_end(batch, requests).completions] == [c.tokens for c in wanted]
+        assert [c.tokens for c in refill(batch, requests, max_rows=len(requests)).completions] == [
+            c.tokens for c in wanted
+        ]
     assert max(batch.sizes) == 4
     assert sum(batch.stats.drafted_at) > 0
 
@@ -71,15 +74,19 @@ class Watched(SpeculativeBatch):
 
     sizes: ClassVar[list[int]] = []
 
-    def _view(self, places: Tensor, columns: Tensor, most: int = 1) -> TokensView:
+    def _view_of(
+        self, members: Sequence[Member], columns: Sequence[int], queries: Sequence[tuple[int, int]] | None = None
+    ) -> TokensView:
         assert self._cache.backend.needs_query_index
         assert self._cache.token_attention is not None, "by torch's attention"
-        found = query_index(places, self._cache.num_rows)
+        view = super()._view_of(members, columns, queries)
+        places = view.index[SLOT]
         each = torch.bincount(places).tolist()
-        assert found.tolist() == [[i for n in each_of(places) for i in range(n)], [each[p] for p in places.tolist()]]
-        assert max(each) == most
-        self.sizes.append(most)
-        return super()._view(places, columns, most)
+        found = view.index[QUERY : QUERY + 2].tolist()
+        assert found == [[i for n in each_of(places) for i in range(n)], [each[p] for p in places.tolist()]]
+        assert max(each) == view.most
+        self.sizes.append(view.most)
+        return view
 
 
 def each_of(places: Tensor) -> list[int]:

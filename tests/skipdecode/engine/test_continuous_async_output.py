@@ -16,7 +16,6 @@ from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request, Row
-from skipdecode.kv.slot_cache import SlotCache
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import Schedule, SkipDecode
@@ -46,15 +45,16 @@ def run(batch: ContinuousBatch, arrivals: dict[int, Sequence[Request]], cancel_a
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The columns that each step writes; none is one that its row does not have."""
     steps: list[list[int]] = []
-    begin = SlotCache.begin
+    feed = ContinuousBatch._feed_newest
 
-    def seen(arena: SlotCache, positions: Sequence[int]) -> None:
-        for position, prompt, limit in zip(positions, arena.prompts, arena._limits, strict=True):
-            assert position < prompt + limit - 1, "the last new token of a row was fed"
-        steps.append(list(positions))
-        begin(arena, positions)
+    def seen(batch: ContinuousBatch) -> None:
+        columns = [batch._columns_written(member) for member in batch._members]
+        for column, member in zip(columns, batch._members, strict=True):
+            assert column < member.slot.prompt + member.slot.limit - 1, "the last new token of a row was fed"
+        steps.append(columns)
+        feed(batch)
 
-    monkeypatch.setattr(SlotCache, "begin", seen)
+    monkeypatch.setattr(ContinuousBatch, "_feed_newest", seen)
     return steps
 
 
@@ -139,7 +139,7 @@ def test_a_token_is_taken_a_step_late_and_a_place_is_free_a_step_later(loaded: D
         batch.step()
         assert len(row.tokens) == count
     assert batch.is_done
-    assert batch.row_steps == 3
+    assert batch.stats.row_steps == 3
 
 
 def test_only_rows_that_end_early_take_part_in_one_more_step(
@@ -155,7 +155,7 @@ def test_only_rows_that_end_early_take_part_in_one_more_step(
             for max_pending in (0, 1):
                 batch = ContinuousBatch(model, SKIP, max_pending=max_pending)
                 (row,) = run(batch, {0: [request]}, {}).values()
-                steps.append(batch.row_steps)
+                steps.append(batch.stats.row_steps)
                 ends.append(row.finish_reason)
             assert ends[0] == ends[1]
             made_one_for_nothing = ends[0] == "stop" and len(row.tokens) < 12

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipdecode.backends.backend import Backend
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch, check_continuous
@@ -174,16 +175,17 @@ def test_the_price_of_a_join_is_what_it_takes(loaded: Decoder, data: st.DataObje
         count, prompt = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 80))
         limit, steps = data.draw(st.integers(2, 40)), data.draw(st.integers(0, 12))
         prompts = random_prompts([prompt] * count, seed=turn)
-        batch._drop_ended(carry=0.0)
-        before, memory, room = batch.cache_bytes, batch._cache._k, batch._cache._num_rows
+        batch._drop_ended()
+        before, memory, room = batch.cache_bytes, batch._cache._k, batch._cache.num_slots
         price = batch.bytes_with(count, prompt, limit)
         batch.join([Request(f"{turn}-{i}", p, greedy(limit, ignore_eos=True)) for i, p in enumerate(prompts)])
         is_replaced = batch._cache._k is not memory and batch.cache_bytes >= before
-        prompt_cache = 2 * L * count * rounded_columns(prompt) * loaded.config.hidden_size * 4
+        is_copied = not batch._feeds_in_place
+        prompt_cache = is_copied * 2 * L * count * rounded_columns(prompt) * loaded.config.hidden_size * 4
         if batch._cache._k is memory or batch.cache_bytes >= before:
             assert price == prompt_cache + before + is_replaced * batch.cache_bytes
         assert price >= prompt_cache + max(before, batch.cache_bytes)
-        num_grown += batch._cache._num_rows > room
+        num_grown += batch._cache.num_slots > room
         for _ in range(steps):
             batch.step()
     assert num_grown > 0
@@ -212,23 +214,49 @@ def test_a_join_without_memory_leaves_the_batch_as_it_was(loaded: Decoder, monke
 
 
 @torch.inference_mode()
-def test_only_what_rows_have_written_is_moved(loaded: Decoder) -> None:
-    """Beside one long answer all rows have as many columns as that; those of the long one stay where they are."""
+def test_only_what_rows_have_written_is_moved(loaded: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When memory grows; beside one long answer all rows have as many columns as that."""
     batch = ContinuousBatch(loaded, FullDepth(L))
-    prompts, limits = random_prompts([5] * 8, seed=3), [120, 60, 3, 3, 3, 60, 60, 60]
+    prompts, limits = random_prompts([5] * 12, seed=3), [120, 60, 3, 3, 3, 60, 60, 60, 9, 9, 9, 9]
     pool = [Request(str(i), prompt, greedy(limits[i], ignore_eos=True)) for i, prompt in enumerate(prompts)]
     batch.join(pool[:1])
-    for _ in range(3):
+    for _ in range(16):
         batch.step()
-    batch.join(pool[1:])
-    for _ in range(2):  # the second one ends three rows
+    batch.join(pool[1:8])
+    for _ in range(3):  # the second one ends three rows
         batch.step()
+    assert [member.slot.index for member in batch._members] == [0, 1, 5, 6, 7]
     memory = batch._cache._k[0]
-    memory[1:, :, 7:] = torch.arange(1, len(memory))[:, None, None, None].float()  # whose columns these are
-    batch._drop_ended(carry=0.0)
-    assert batch._cache._k[0] is memory, "it has grown"
-    assert batch._cache._lengths == [10, 7, 7, 7, 7]
-    assert (memory[1:5, :, 7:] == torch.arange(1, 5)[:, None, None, None]).all()
+    for slot in range(len(memory)):
+        memory[slot, :, 8:] = slot + 1  # whose columns these are
+    monkeypatch.setattr(Backend, "allocate_cache", lambda _, count, *__, **___: torch.zeros(count))
+    monkeypatch.setattr(type(batch._cache.backend), "allocate_cache", Backend.allocate_cache)
+    batch.join(pool[8:])
+    assert batch._cache._k[0] is not memory, "it has not grown"
+    assert [(member.slot.index, member.slot.length) for member in batch._members[:5]] == [
+        (0, 24), (1, 8), (2, 8), (3, 8), (4, 8)
+    ]  # fmt: skip
+    grown = batch._cache._k[0]
+    assert (grown[0, :, 8:24] == 1).all()
+    assert (grown[1:5, :, 8:] == 0).all()
+
+
+def test_a_slot_serves_the_next_row(loaded: Decoder) -> None:
+    """Nothing is moved for those that leave in the middle, and memory stays as it is."""
+    batch = ContinuousBatch(loaded, FullDepth(L))
+    limits = [30, 3, 30, 3, 30, 3, 30, 3]
+    pool = [Request(str(i), p, greedy(limits[i], ignore_eos=True)) for i, p in enumerate(random_prompts([5] * 8))]
+    rows = batch.join(pool[:5])
+    memory = batch._cache._k[0]
+    for _ in range(4):
+        batch.step()
+    assert [member.slot.index for member in batch._members] == [0, 2, 4]
+    rows += batch.join(pool[5:])
+    assert [member.slot.index for member in batch._members] == [0, 2, 4, 1, 3, 5]
+    assert batch._cache._k[0] is memory
+    while not batch.is_done:
+        batch.step()
+    assert [row.tokens for row in rows] == [alone(loaded, request, batch.schedule)[0] for request in pool]
 
 
 def test_a_schedule_is_looked_through_once(loaded: Decoder) -> None:
@@ -265,10 +293,15 @@ def test_offline(loaded: Decoder, tiny_checkpoint: Path) -> None:
         Request(str(i), p, greedy(5 + 40 * (i % 8 == 0), stop=("e", "a") if i % 3 == 0 else ()))
         for i, p in enumerate(prompts)
     ]
-    rows, batch = generate_continuous(loaded, pool, schedule, max_rows=8, decode_text=tokenizer.decode)
-    wanted = generate(loaded, pool, schedule, decode_text=tokenizer.decode).completions
-    assert [(row.tokens, row.finish_reason) for row in rows] == [(c.tokens, c.finish_reason) for c in wanted]
-    assert batch.is_done
+    made = generate_continuous(loaded, pool, schedule, max_rows=8, decode_text=tokenizer.decode)
+    wanted = generate(loaded, pool, schedule, decode_text=tokenizer.decode)
+    assert made.completions == wanted.completions
+    stats, others = made.stats, wanted.stats
+    assert (stats.rows, stats.input_tokens, stats.output_tokens) == (40, others.input_tokens, others.output_tokens)
+    assert stats.row_steps == sum(stats.batch_rows) == sum(len(c.tokens) - 1 for c in made.completions)
+    assert stats.layer_row_steps == stats.layers_run == others.layers_run
+    assert len(stats.batch_rows) == stats.decode_steps
+    assert max(stats.batch_rows) <= 8
 
 
 def test_log_probabilities_equal_those_of_a_static_batch(loaded: Decoder) -> None:

@@ -135,7 +135,7 @@ def test_greedy_texts_are_those_of_hf_generate(
     alone = [c.tokens for c in generate(model, plain, FULL).completions]
     batches = {
         "static": [c.tokens for c in generate(model, together, FULL).completions],
-        "continuous": [row.tokens for row in generate_continuous(model, together, FULL, max_rows=3)[0]],
+        "continuous": [c.tokens for c in generate_continuous(model, together, FULL, max_rows=3).completions],
         "lossless": [
             c.tokens for c in generate_lossless(model, together, Lossless(L, SkipDecode(L, 3, 3, 1, 1), 3)).completions
         ],

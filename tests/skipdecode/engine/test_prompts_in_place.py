@@ -1,4 +1,4 @@
-"""Prompts of closed batches: fed where rows are decoded, with the tokens of full depth, whoever ends at once."""
+"""Prompts are fed where their rows are decoded, with the tokens of full depth, whoever ends at once."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine import continuous_batch as continuous
 from skipdecode.engine.generate import generate
 from skipdecode.engine.request import Request
 from skipdecode.kv.slot_cache import SlotCache
@@ -26,8 +25,8 @@ SCHEDULE = Lossless(L, SkipDecode(L, 5, 2, 1, 14), 3)
 
 
 @torch.inference_mode()
-def supports_packed_prompts(model: Decoder, batch: SpeculativeBatch) -> bool:
-    return model.supports_packed_prompts(batch._cache.memory_of(0)[0])
+def supports_packed_prompts(batch: SpeculativeBatch) -> bool:
+    return batch._feeds_in_place
 
 
 def requests_of(lengths: Sequence[int], limits: Sequence[int], temperature: float = 0.0) -> list[Request]:
@@ -77,27 +76,23 @@ def test_rows_of_prompts_too_many_for_one_pass(
 
 
 def test_nothing_is_copied(models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels take prompts without their padding; a batch that others join later copies as before."""
-    model, added = models["opt"], list[int]()
-    add = SlotCache.add
-    monkeypatch.setattr(SlotCache, "add", lambda arena, *rows: (added.append(1), add(arena, *rows))[1])
-    batch = SpeculativeBatch(model, SCHEDULE, is_closed=True)
+    """Where kernels take prompts without their padding, into slots that lie apart too."""
+    model, copied = models["opt"], list[int]()
+    copy = SlotCache.copy
+    monkeypatch.setattr(SlotCache, "copy", lambda cache, *rows: (copied.append(1), copy(cache, *rows))[1])
+    batch = SpeculativeBatch(model, SCHEDULE)
+    batch.join(requests_of(LENGTHS, [20, 1, 20, 1, 20, 1]))
     batch.join(requests_of(LENGTHS, [20] * 6))
-    is_in_place = supports_packed_prompts(model, batch)
-    assert added == ([] if is_in_place else [1])
-    open_batch = SpeculativeBatch(model, SCHEDULE)
-    open_batch.join(requests_of(LENGTHS, [20] * 6))
-    assert open_batch.cache_bytes >= batch.cache_bytes, "rows may come"
-    assert len(added) == (1 if is_in_place else 2)
+    assert len(copied) == (0 if supports_packed_prompts(batch) else 2)
 
 
 def test_a_join_that_fails_leaves_room_for_the_next(
     models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, requests = models["llama"], requests_of(LENGTHS, [9] * 6)
-    batch = SpeculativeBatch(model, Lossless(L, Unified(L, 3), 2), is_closed=True)
-    # before prompts are fed, after, and when rows take their places
-    for owner, failing in ((Decoder, "embed"), (Decoder, "argmax"), (continuous, "to_device")):
+    batch = SpeculativeBatch(model, Lossless(L, Unified(L, 3), 2))
+    # when rows take their places, before prompts are fed, and after
+    for owner, failing in ((SlotCache, "take"), (Decoder, "embed"), (Decoder, "argmax")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, failing, lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
             with pytest.raises(MemoryError):
@@ -112,22 +107,14 @@ def test_a_join_that_fails_leaves_room_for_the_next(
         assert row.tokens == one.tokens or is_tie(model, row.request, row.tokens, one.tokens)
 
 
-def test_rows_of_a_closed_batch_come_once(models: dict[str, Decoder]) -> None:
-    batch = SpeculativeBatch(models["opt"], SCHEDULE, is_closed=True)
-    if not supports_packed_prompts(models["opt"], batch):
-        pytest.skip("these are copied, and would be appended")
-    batch.join(requests_of([3, 4], [9, 9]))
-    with pytest.raises(AssertionError, match="join at once"):
-        batch.join(requests_of([3], [9]))
-
-
 def test_memory_is_that_of_the_longest(models: dict[str, Decoder]) -> None:
     """Prompt and new tokens of a row, in whole steps of columns; unused ones are never read, whatever they hold."""
     model = models["llama"]
-    batch = SpeculativeBatch(model, SCHEDULE, is_closed=True)
-    batch.join(requests_of([70, 3], [20, 60]))
-    if not supports_packed_prompts(model, batch):
-        pytest.skip("prompts have memory of their own first")
+    batch, requests = SpeculativeBatch(model, SCHEDULE), requests_of([70, 3], [20, 60])
+    batch.reserve(2, requests)
+    batch.join(requests)
+    if not supports_packed_prompts(batch):
+        pytest.skip("torch's attention reads masked columns, which must be finite")
     keys, values = batch._cache.memory_of(0)
     assert keys.shape == values.shape == (2, model.config.num_kv_heads, 128, model.config.head_dim)
     with torch.inference_mode():

@@ -226,8 +226,8 @@ def test_rows_of_different_ages_and_one_forced_pass_are_decoding(
     folder, prompts = make_swiftkv(kind, 2), prompts_of([5, 17, 1, 9, 3, 12])
     wanted = decoded(load_model(folder), prompts, schedule)
     for model in (load_model(folder), load_model(folder).pack()):
-        rows, _ = generate_continuous(model, requests_for(prompts, greedy(NEW)), schedule, max_rows=3)
-        assert [row.tokens for row in rows] == wanted
+        made = generate_continuous(model, requests_for(prompts, greedy(NEW)), schedule, max_rows=3).completions
+        assert [completion.tokens for completion in made] == wanted
     with torch.inference_mode():
         batch = teacher_batch(list(zip(prompts, wanted, strict=True)), 0)
         forced: Tensor = teacher_forced_logits(load_model(folder), batch, schedule)

@@ -22,7 +22,7 @@ from skipdecode.engine.results import LosslessStats
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, Unified
-from skipdecode.speculative import ragged_batch
+from skipdecode.speculative import speculative_batch
 from skipdecode.speculative.controller import Decision, Outcome, SpeculationController
 from skipdecode.speculative.generate_lossless import generate_lossless
 from skipdecode.speculative.latency_model import LatencyModel
@@ -136,7 +136,7 @@ def test_rounds_without_drafts_of_rows_that_draw_and_others(
             assert_same(model, row.request, row.tokens, row.finish_reason)
 
 
-@pytest.mark.parametrize("where", ["_params", "LogprobRecorder", "SlotCache.add"])
+@pytest.mark.parametrize("where", ["_params", "LogprobRecorder", "SlotCache.take"])
 def test_a_join_that_fails_changes_nobody(
     models: dict[str, Decoder], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,12 +231,12 @@ def test_one_token_is_that_of_the_prompt(models: dict[str, Decoder]) -> None:
     assert [c.layers_run for c in result.completions] == [0, 0]
 
 
-@pytest.mark.parametrize("at_a_time", [ragged_batch.FEW, 1])
+@pytest.mark.parametrize("at_a_time", [speculative_batch.FEW, 1])
 def test_logprobs_are_those_of_full_depth(
     models: dict[str, Decoder], at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the rows that ask for them, with as many of the likeliest as they ask for; columns are chosen in parts."""
-    monkeypatch.setattr(ragged_batch, "FEW", at_a_time)
+    monkeypatch.setattr(speculative_batch, "FEW", at_a_time)
     prompts, sampling = random_prompts([5, 17, 3], seed=4, vocab=200), greedy(20, temperature=0.5)
     pool = [
         Request(str(i), p, sampling, top_logprobs=top)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import generate
+from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.engine.prefix_sharing import share_prefixes
 from skipdecode.families import FAMILIES
 from skipdecode.model.decoder import Decoder
@@ -69,6 +69,8 @@ def test_schedules_skip_as_defined(kind: str, both: Callable[[str], tuple[PreTra
     for method in ("skipdecode", "early_exit", "unified"):
         schedule = make_schedule(decodes(L)[method], num_layers=L, max_new_tokens=NUM_NEW)
         ours = decoded(model, method)
+        requests = requests_for(PROMPTS, Sampling(max_new_tokens=NUM_NEW, ignore_eos=True))
+        assert tokens_of(generate_continuous(model, requests, schedule, max_rows=2)) == ours, method
         pairs = list(zip(PROMPTS, ours, strict=True))
         with torch.no_grad():
             forced = teacher_forced_logits(model, teacher_batch(pairs, 0), schedule)
