@@ -7,12 +7,14 @@
     .venv-peers/bin/python benchmarks/compare_peers.py --dtype float32     # all in float32
     .venv-peers/bin/python benchmarks/compare_peers.py --check             # float32: are the tokens equal?
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions gsm8k.jsonl   # mixed lengths
+    .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --natural --batch-sizes 128
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --speculative --batch-sizes 8
 
 Neither environment is the project's. vLLM for CPUs needs one of its own; `--vllm-python` or PEERS_VLLM_PYTHON names its
 interpreter. Each engine lives in a process of its own; all stay loaded, and one runs at a time while the others are
 stopped, in turns (A B C, B C A, ...), so that a drift of the machine meets all alike. Same checkpoint, same token ids,
-the same number of tokens out, greedy. Loading and one warm-up per batch size are not timed. Figures are medians, ratios
+the same number of tokens out, greedy; with `--natural` answers end at EOS, the whole corpus goes in at once, and an
+engine's own tokens count. Loading and one warm-up per batch size are not timed. Figures are medians, ratios
 are taken within a round. A peer that is missing or fails is left out, with its reason in the result.
 
 `--model` is a folder in Hugging Face layout, or a released shape (`opt-125m`) for random weights; speed needs no more.
@@ -35,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peer_engines import OURS, Prompts, Spec  # noqa: E402
+from benchmarks.peer_engines import NATURAL, OURS, Prompts, Spec  # noqa: E402
 from benchmarks.peer_inputs import checkpoint, make_prompts, read_questions  # noqa: E402
 from benchmarks.peer_worker import Contestant, PeerError  # noqa: E402
 
@@ -95,6 +97,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=7)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--vllm-python", default=os.environ.get("PEERS_VLLM_PYTHON", sys.executable), help="the interpreter of vLLM")
+    add("--natural", action="store_true", help="answers end at EOS; --new-tokens are at most, and --questions needed")
     add("--speculative", action="store_true", help="engines that draft, beside those they draft for")
     add("--check", action="store_true", help="tokens in float32 instead of speed")
     add("--work", type=Path, help="keeps converted checkpoints (default: a temporary folder)")
@@ -108,8 +111,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.engines = CPU[args.dtype] if args.device == "cpu" else CUDA
         if args.speculative:
             args.engines = SPECULATIVE
+        if args.natural:
+            args.engines = [name for name in args.engines if name in NATURAL]
         if args.check:  # what skips layers makes other tokens
             args.engines = [name for name in args.engines if not name.startswith("skipdecode")]
+    if args.natural and (args.questions is None or args.check or args.speculative):
+        parser.error("--natural: answers to --questions, and without --check and --speculative")
+    if args.natural and (other := [name for name in args.engines if name not in NATURAL]):
+        parser.error(f"--natural: {other[0]} is not among the engines that end at EOS here: {', '.join(NATURAL)}")
     if "full" not in args.engines:
         parser.error("--engines: `full` is what the others are compared with")
     return args
@@ -129,7 +138,7 @@ def start(
     """Loads one engine after the other; `stack` ends them."""
     contestants = []
     for name in args.engines:
-        spec = Spec(name, str(model), str(work), args.dtype, args.device, args.threads, max_batch)
+        spec = Spec(name, str(model), str(work), args.dtype, args.device, args.threads, max_batch, args.natural)
         try:
             contestant = Contestant(spec, args.vllm_python if name.startswith("vllm") else sys.executable)
         except PeerError as error:
@@ -153,16 +162,17 @@ def compare(
     """
     for batch, prompts in works.items():
         rows: list[Row] = []
-        seconds = time_rounds(args, contestants, prompts, errors)
+        seconds, made = time_rounds(args, contestants, prompts, errors)
         for name, own in seconds.items():
-            ratios = [theirs / ours for theirs, ours in zip(own, seconds["full"], strict=True)]
+            each = [took / made[name] for took in own], [took / made["full"] for took in seconds["full"]]
+            ratios = [theirs / ours for theirs, ours in zip(*each, strict=True)]
             row = {
                 "engine": name,
                 "batch_size": batch,
                 "prompts": len(prompts),
                 "prompt_tokens": sum(map(len, prompts)) / len(prompts),
-                "new_tokens": args.new_tokens,
-                "output_tokens_per_s": len(prompts) * args.new_tokens / median(own),
+                "new_tokens": made[name] / len(prompts),
+                "output_tokens_per_s": made[name] / median(own),
                 "full_is_faster_by": median(ratios),
                 "ratio_range": [min(ratios), max(ratios)],
                 "seconds": own,
@@ -177,22 +187,25 @@ def compare(
 
 def time_rounds(
     args: argparse.Namespace, contestants: list[Contestant], prompts: Prompts, errors: Errors
-) -> dict[str, list[float]]:
-    """Seconds of every round, of the engines that came through all of them; the warm-up before is left out."""
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of every round, and the tokens of one, of the engines that came through all of them; the warm-up before
+    is left out."""
     seconds: dict[str, list[float]] = {c.name: [] for c in contestants if c.name not in errors}
+    made: dict[str, int] = {}
     for turn in range(-1, args.rounds):
         first = max(turn, 0) % len(contestants)
         for contestant in contestants[first:] + contestants[:first]:
             if contestant.name in errors:
                 continue
             try:
-                took, _ = contestant.run(prompts, args.new_tokens)
+                took, tokens = contestant.run(prompts, args.new_tokens)
             except PeerError as error:
                 leave_out(contestant.name, error, errors, f"batch {len(prompts)}: ")
                 continue
+            made[contestant.name] = sum(map(len, tokens))
             if turn >= 0:
                 seconds[contestant.name].append(took)
-    return {name: own for name, own in seconds.items() if name not in errors}
+    return {name: own for name, own in seconds.items() if name not in errors}, made
 
 
 def check(contestants: list[Contestant], prompts: Prompts, num_new: int, errors: Errors) -> list[Row]:

@@ -5,6 +5,7 @@ standard library at the top. What is timed is `Engine.run`; loading and compilin
 token ids in, token ids out.
 """
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], list[list[int]]]
-"""Prompts and the number of new tokens -> the new tokens of each; at most `Spec.max_batch` prompts at once."""
+"""Prompts and the number of new tokens -> the new tokens of each; at most `Spec.max_batch` prompts at once. With
+`Spec.ends` a row ends at EOS, which counts, and the number is that of the longest."""
 
 OURS = {"full": {"method": "full"}} | {
     f"skipdecode-{s}x": {"method": "skipdecode", "speedup": float(s)} for s in (2, 3, 4, 5)
@@ -50,10 +52,18 @@ class Spec:
     threads: int
     max_batch: int
     """The most prompts that are decoded at once."""
+    ends: bool = False
+    """Whether answers end at the model's EOS, or all have as many tokens."""
+
+
+NATURAL = ["full", "full-int8", "skipdecode-2x", "full-lossless", "openvino", "vllm"]
+"""Engines that can let answers end."""
 
 
 def make_engine(spec: Spec) -> Engine:
     """ValueError for an unknown name; ImportError where its package is not installed."""
+    if spec.ends and spec.name not in NATURAL:
+        raise ValueError(f"engine {spec.name!r} is not made to end at EOS here; those that are: {', '.join(NATURAL)}")
     if spec.name.removesuffix("-int8") in OURS:
         return ours(spec)
     if spec.name in ("hf-prompt-lookup", "hf-assisted"):
@@ -103,7 +113,7 @@ def ours(spec: Spec) -> Engine:
     from actors.measuring.bench import make_graphs
     from skipdecode.checkpoint.weights import load_model
     from skipdecode.config.sampling import Sampling
-    from skipdecode.engine.generate import generate
+    from skipdecode.engine.generate import generate, generate_continuous
     from skipdecode.engine.request import Request
     from skipdecode.schedules.from_config import make_schedule
     from skipdecode.schedules.lossless import Lossless, stored_drafts
@@ -124,18 +134,21 @@ def ours(spec: Spec) -> Engine:
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new)
-        sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
+        sampling = Sampling(max_new_tokens=num_new, ignore_eos=not spec.ends)
         made: dict[int, list[int]] = {}
-        for part in by_length(prompts, spec.max_batch):
+        # as a job does: on a GPU, batches whose rows start together; on a CPU, one that is kept full
+        for part in by_length(prompts, spec.max_batch if spec.device == "cuda" else len(prompts)):
             requests = [Request(str(i), prompts[i], sampling) for i in part]
-            if not isinstance(schedule, Lossless):
-                completions = generate(model, requests, schedule, graphs=graphs).completions
-            else:
+            if isinstance(schedule, Lossless):
                 own = controllers.setdefault(
                     schedule, SpeculationController(schedule, latency(), stored.acceptance if stored else ())
                 )
-                completions = generate_lossless(model, requests, schedule, controller=own).completions
-            made |= {i: c.tokens for i, c in zip(part, completions, strict=True)}
+                result = generate_lossless(model, requests, schedule, max_rows=spec.max_batch, controller=own)
+            elif spec.device == "cuda":
+                result = generate(model, requests, schedule, graphs=graphs)
+            else:
+                result = generate_continuous(model, requests, schedule, max_rows=spec.max_batch)
+            made |= {i: c.tokens for i, c in zip(part, result.completions, strict=True)}
         return [made[i] for i in range(len(prompts))]
 
     @cache
@@ -241,16 +254,30 @@ def openvino(spec: Spec) -> Engine:
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec.threads, "INFERENCE_PRECISION_HINT": "bf16"}
     if spec.dtype == "float32":
         properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    eos = eos_of(spec.model)
     pipe = genai.ContinuousBatchingPipeline(str(target), scheduler, "CPU", properties)
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = num_new, True, False
+        config.max_new_tokens, config.ignore_eos, config.do_sample = num_new, not spec.ends, False
+        if spec.ends:
+            config.eos_token_id, config.stop_token_ids = min(eos), eos
+            config.include_stop_str_in_output = True
         tensors = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         return [list(r.m_generation_ids[0]) for r in pipe.generate(tensors, [config] * len(prompts))]
 
     default = ov.Core().get_property("CPU", "KV_CACHE_PRECISION").get_type_name()
     return Engine(run, {"properties": {"KV_CACHE_PRECISION": default} | properties})
+
+
+def eos_of(model: str) -> set[int]:
+    """The tokens that end an answer, as `generation_config.json` has them, or else `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model) / name
+        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return set()
 
 
 def export_openvino(model: str, target: Path) -> None:
@@ -284,7 +311,7 @@ def vllm(spec: Spec) -> Engine:
     llm = LLM(spec.model, dtype=spec.dtype, enable_prefix_caching=shares, max_num_seqs=spec.max_batch, **more)
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=not spec.ends, detokenize=False)
         made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [list(r.outputs[0].token_ids) for r in made]
 

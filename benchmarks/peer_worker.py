@@ -30,7 +30,7 @@ class Contestant:
     """The engine of `spec`, loaded under `python`. PeerError where that fails. Use as a context manager."""
 
     def __init__(self, spec: Spec, python: str = sys.executable) -> None:
-        self.name = spec.name
+        self.name, self._ends = spec.name, spec.ends
         command = [python, "-m", "benchmarks.peer_worker", json.dumps(asdict(spec))]
         try:
             # A group of its own can be stopped; should this process die, the kernel wakes the group and hangs it up.
@@ -54,14 +54,17 @@ class Contestant:
         self.close()
 
     def run(self, prompts: Prompts, num_new: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the new tokens of each prompt. PeerError when it fails or makes too few tokens."""
+        """Seconds, and the new tokens of each prompt. PeerError when it fails or makes another number of tokens."""
         self._signal(signal.SIGCONT)
         try:
             self._send({"prompts": prompts, "new_tokens": num_new})
             answer = self._receive()
         finally:
             self._signal(signal.SIGSTOP)
-        if [len(row) for row in answer["tokens"]] != [num_new] * len(prompts):
+        lengths = [len(row) for row in answer["tokens"]]
+        if self._ends and (len(lengths) != len(prompts) or not all(0 < length <= num_new for length in lengths)):
+            raise PeerError(f"not 1 to {num_new} tokens each")
+        if not self._ends and lengths != [num_new] * len(prompts):
             raise PeerError(f"not {num_new} tokens each")
         return answer["seconds"], answer["tokens"]
 

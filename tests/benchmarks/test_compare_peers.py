@@ -21,6 +21,10 @@ from benchmarks.compare_peers import CPU, CUDA, KNOWN, SPECULATIVE, arguments, c
 from benchmarks.peer_engines import Spec, make_engine
 from benchmarks.peer_worker import Contestant, PeerError
 from skipdecode.backends.choice import NAMES
+from skipdecode.engine.generate import generate
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.schedule import FullDepth
+from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
 
 VOCABULARY = 320
 
@@ -96,6 +100,32 @@ def test_who_drafts_makes_the_tokens_of_full_depth(spec: Callable[[str], Spec], 
         assert make_engine(spec(name)).run(prompts, 9) == make_engine(spec("full")).run(prompts, 9)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["full", "full-lossless"])
+def test_natural_answers_end_at_eos(
+    ending_checkpoint: Callable[[str], Path], ours: Callable[[Path], Decoder], spec: Callable[[str], Spec], name: str
+) -> None:
+    """Three rows at a time of eight."""
+    folder = ending_checkpoint("125m")
+    prompts, threads = random_prompts([5] * 8, seed=2), torch.get_num_threads()
+    try:
+        made = make_engine(replace(spec(name), model=str(folder), ends=True)).run(prompts, 20)
+    finally:
+        torch.set_num_threads(threads)
+    assert made == tokens_of(generate(ours(folder), requests_for(prompts, greedy(20)), FullDepth(6)))
+    assert len({len(tokens) for tokens in made}) > 1
+
+
+def test_who_cannot_end_answers_is_refused(spec: Callable[[str], Spec]) -> None:
+    with pytest.raises(ValueError, match=r"hf-dynamic.*is not made to end at EOS"):
+        make_engine(replace(spec("hf-dynamic"), ends=True))
+    for wrong in (["--natural"], ["--natural", "--questions", "x", "--engines", "full", "hf-dynamic"]):
+        with pytest.raises(SystemExit) as error:
+            arguments(wrong)
+        assert error.value.code == 2
+    made = arguments(["--natural", "--questions", "x"])
+    assert made.engines == ["full", "full-int8", "skipdecode-2x", "openvino", "vllm"]
 
 
 def test_an_interpreter_that_is_not_there_is_said(spec: Callable[[str], Spec]) -> None:
