@@ -138,10 +138,17 @@ async def _read(answer: aiohttp.ClientResponse, outcome: Outcome, began: float, 
         outcome.error = "the stream was cut off"
 
 
-async def offer(url: str, work: Sequence[Work], body: Mapping[str, Json], *, keep_text: bool = False) -> list[Outcome]:
+async def offer(
+    url: str,
+    work: Sequence[Work],
+    body: Mapping[str, Json],
+    *,
+    keep_text: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> list[Outcome]:
     """Sends every request when it is due and waits for the answers."""
     timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
         began = time.perf_counter() + 0.05
         return await asyncio.gather(*(send(session, url, one, began, body, keep_text) for one in work))
 

@@ -256,6 +256,8 @@ class OutputConfig(Section):
     """The run folder: a local path or a URI."""
     if_exists: Literal["fail", "resume", "overwrite"] = "fail"
     """What to do if the folder is not empty; `--resume` and `--overwrite` set it."""
+    model_name: Annotated[str, Field(min_length=1)] | None = None
+    """The `model` that OpenAI answer lines name; null: `model.source`."""
 
 
 Auto = Literal["auto"]
@@ -287,6 +289,9 @@ class ActorsConfig(Section):
     """Upper ends of the ranges of prompt lengths, in tokens; all rows of a batch are of one range."""
     window_batches: Annotated[int, Field(ge=1)] = 4
     """How many batches of rows a worker takes at a time and sorts by length."""
+    background: bool = False
+    """Whether workers leave the CPUs to everything else that runs on their machines, and take what is left (Linux:
+    SCHED_IDLE; elsewhere the lowest priority)."""
     share_leftovers: bool = True
     """Whether idle workers take over rows that another worker has not started (work stealing)."""
     price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
@@ -335,6 +340,9 @@ class LimitsConfig(Section):
     `bad_line`."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 1800
     """Seconds without progress after which the run ends with an error."""
+    window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds from the start of the command after which decoding ends; `--resume` makes the rows that are left. null:
+    no limit."""
 
 
 class JobConfig(Section):

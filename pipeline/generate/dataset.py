@@ -48,6 +48,8 @@ class PipelineSpec:
     pool: Pool
     window_rows: int
     """Rows that an actor takes per call (`actors.window_batches` batches)."""
+    background: bool
+    """`actors.background`"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,14 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
     )  # fmt: skip
     rows = rows.map_batches(
         DecodeStage,
-        fn_constructor_args=(spec.generator, sampling, helpers.collector, helpers.attempts, helpers.steal_queue),
+        fn_constructor_args=(
+            spec.generator,
+            sampling,
+            helpers.collector,
+            helpers.attempts,
+            helpers.steal_queue,
+            spec.background,
+        ),
         batch_size=spec.window_rows,
         batch_format="pyarrow",
         zero_copy_batch=True,
@@ -118,6 +127,7 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         generator=generator,
         pool=pool,
         window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
+        background=config.actors.background,
     )
 
 

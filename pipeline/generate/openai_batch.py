@@ -9,9 +9,10 @@ import hashlib
 import json
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, BinaryIO, Final, NotRequired, TypedDict
+from typing import IO, BinaryIO, Final, NotRequired, TypeAlias, TypedDict
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -23,6 +24,8 @@ from pipeline.schema import CHOICE, DUPLICATE_ID, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import LinesRecord, RunState
 
+Unanswered: TypeAlias = tuple[str, str, str]
+"""A line without an answer: its id, and the code and message of its error."""
 HELD_BYTES: Final = 256 << 20
 NUM_PARTS: Final = 64  # temporary files: each is in memory at a time
 NOT_KNOWN: Final = 0
@@ -76,8 +79,11 @@ def _choice(row: AnswerRow, index: int, is_chat: bool) -> dict[str, Json]:
 
 def error_line(row: AnswerRow) -> dict[str, Json]:
     """A line of the errors file."""
-    own = row.get("source_id", row["id"])
-    error: dict[str, Json] = {"code": row["error_code"], "message": row["error_message"]}
+    return _error_line(row.get("source_id", row["id"]), row["error_code"], row["error_message"])
+
+
+def _error_line(own: str, code: str, message: str) -> dict[str, Json]:
+    error: dict[str, Json] = {"code": code, "message": message}
     return {"id": f"batch_req_{own}", "custom_id": own, "response": None, "error": error}
 
 
@@ -213,29 +219,40 @@ def write_batch_files(
     created: int,
     check: Callable[[], None] = lambda: None,
     samples: int = 1,
+    rest: "Callable[[Counter[str]], Iterable[Unanswered]] | None" = None,
 ) -> dict[str, LinesRecord]:
     """A line for each line of the input: answers in `batch_output.jsonl`, failures, be it of one of its samples, in
     `batch_errors.jsonl`; each file appears when whole, and after `check`. Gives a record of each.
 
     `paths`: the data files by status; `created`: of all answers, in seconds since 1970; `samples`: of a line that does
-    not say it.
+    not say it. `rest`: where the run is not complete, so that lines may lack answers; it is given how many lines of
+    each id were written, and gives those to add to the errors.
     """
+    answered: Counter[str] = Counter()
     with (
         folder.replacing(FILES["failed"], check) as bad,
         folder.replacing(FILES["ok"], check) as good,
         AnswerCollector() as collector,
     ):
         lines = {"ok": _LineWriter(good), "failed": _LineWriter(bad)}
+
+        def write(found: str, line: dict[str, Json]) -> None:
+            lines[found].write(line)
+            answered[str(line["custom_id"])] += 1
+
         for status in FILES:
             for row in _rows(folder, paths[status], samples):
                 if row.get("samples", 1) == 1:
-                    lines[status].write(answer_line([row], model, created) if status == "ok" else error_line(row))
+                    write(status, answer_line([row], model, created) if status == "ok" else error_line(row))
                 elif rows := collector.add(row):
                     for found, line in lines_of(rows, model, created):
-                        lines[found].write(line)
+                        write(found, line)
         for rows in collector.rest():
-            for found, line in lines_of(rows, model, created):
-                lines[found].write(line)
+            if rest is None or any(row["error_code"] for row in rows):
+                for found, line in lines_of(rows, model, created):
+                    write(found, line)
+        for own, code, message in rest(answered) if rest is not None else ():
+            write("failed", _error_line(own, code, message))
     return {FILES[status]: written.record() for status, written in lines.items()}
 
 

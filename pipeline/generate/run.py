@@ -19,7 +19,7 @@ from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
 from pipeline.generate.resume import find_work, refuse_unattributed, remove_late
 from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
-from pipeline.generate.stopping import allowed_failures
+from pipeline.generate.stopping import TimeWindow, allowed_failures
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
 from pipeline.store.lease import Lease
@@ -47,6 +47,7 @@ def run(config: JobConfig, log: Log) -> RunResult:
 
     Raises ConfigError if nothing was started; any other exception means that the run failed midway.
     """
+    window = TimeWindow(config.limits.window_s)
     planned = plan_run(config, log)
     if planned.earlier is not None:
         compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
@@ -60,7 +61,7 @@ def run(config: JobConfig, log: Log) -> RunResult:
             earlier_sessions += _sessions_of_any(planned.folder)
         elif planned.folder.read_state() != planned.earlier:
             raise ConfigError("output.path", f"another run has worked in {planned.folder.shown} meanwhile; start again")
-        return _execute(planned, session, earlier_sessions, lease, log)
+        return _execute(planned, session, earlier_sessions, lease, log, window)
 
 
 def _sessions_of_any(folder: RunFolder) -> list[str]:
@@ -69,7 +70,14 @@ def _sessions_of_any(folder: RunFolder) -> list[str]:
     return [*old.get("former", []), *(one["id"] for one in old["sessions"])] if old else []
 
 
-def _execute(planned: PlannedRun, session: str, earlier_sessions: list[str], lease: Lease, log: Log) -> RunResult:
+def _execute(
+    planned: PlannedRun,
+    session: str,
+    earlier_sessions: list[str],
+    lease: Lease,
+    log: Log,
+    window: TimeWindow | None = None,
+) -> RunResult:
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
         finish_commit(folder, earlier, log, lease.check)
@@ -89,7 +97,7 @@ def _execute(planned: PlannedRun, session: str, earlier_sessions: list[str], lea
     work = find_work(planned, known, log)
     folder.write_state(state, lease.check)
     if work.num_left:
-        stream_rows(planned, work, state, lease, log)
+        stream_rows(planned, work, state, lease, log, window)
     remove_late(folder, state, lease.check, log)
     reconcile(folder, state, lease.check, expected_ids(planned, work.plan))
     refuse_unreconciled(folder, state, lease.check)
@@ -103,8 +111,9 @@ def finish_run(planned: PlannedRun, state: RunState, lease: Lease, log: Log) -> 
     lease.check()
     if planned.input.listing.format == "openai_batch":
         samples, created = planned.config.sampling.n, int(planned.started_at)
+        model_name = planned.config.output.model_name or planned.model.source
         paths = {status: folder.run_files(state, [status]) for status in STATUSES}
-        state["answers"] = write_batch_files(folder, paths, planned.model.source, created, lease.check, samples)
+        state["answers"] = write_batch_files(folder, paths, model_name, created, lease.check, samples)
     report = finish_report(folder, state | {"state": "finished"}, log, lease.check)
     lease.check()
     fault_point("leaving")

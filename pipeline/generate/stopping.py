@@ -7,8 +7,10 @@ Nothing is written here.
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import ray
 from ray.actor import ActorHandle
@@ -27,6 +29,10 @@ class RunStopped(RuntimeError):
     """The run was ended for the reason in the message. What was written is kept, and the run can be resumed."""
 
     exit_code = 1
+
+
+class WindowOver(RunStopped):
+    """The time that `limits.window_s` gives a run is over."""
 
 
 class TooManyFailed(RunStopped):
@@ -57,6 +63,37 @@ def early_limit(limit: int | float, num_rows: int) -> int:
 def check_budget(failed: int, max_failures: float) -> None:
     if failed > max_failures:
         raise TooManyFailed(TOO_MANY_FAILED.format(failed))
+
+
+class TimeWindow:
+    """`with window:` interrupts the main thread, as Ctrl-C does, once the window is over."""
+
+    def __init__(self, window_s: float | None) -> None:
+        """The window begins now; None: it never ends."""
+        self._ends_at = None if window_s is None else time.monotonic() + window_s
+        self._timer: threading.Timer | None = None
+        self.is_over = False
+
+    def __enter__(self) -> Self:
+        if self._ends_at is not None:
+            self._timer = threading.Timer(max(self._ends_at - time.monotonic(), 0), self._end)
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        self.is_over = True
+        interrupt_main_thread()
+
+
+def interrupt_main_thread() -> None:
+    """As Ctrl-C does. A background job of a script ignores SIGINT; SIGTERM ends a run likewise (`stop_on_sigterm`)."""
+    ignores_sigint = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM if ignores_sigint else signal.SIGINT)
 
 
 @contextmanager

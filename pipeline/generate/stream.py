@@ -22,7 +22,7 @@ from pipeline.generate.execution import execute, prepare
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.generate.row_accounting import expected_ids, output_schema, reconcile
-from pipeline.generate.stopping import check_budget, early_limit, log_if_full, reason_to_stop
+from pipeline.generate.stopping import TimeWindow, WindowOver, check_budget, early_limit, log_if_full, reason_to_stop
 from pipeline.input.ids import row_keys
 from pipeline.report.collector import start_collector
 from pipeline.stages.attempt_tracker import start_attempt_tracker
@@ -38,8 +38,12 @@ RECORDS_TIMEOUT_S = 2
 FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 
-def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, log: Log) -> None:
-    """Decodes all remaining rows, and records in `run.json` how that ended, successfully or not."""
+def stream_rows(
+    planned: PlannedRun, work: Work, state: RunState, lease: Lease, log: Log, window: TimeWindow | None = None
+) -> None:
+    """Decodes all remaining rows, and records in `run.json` how that ended, successfully or not. Raises WindowOver if
+    that takes longer than `window`."""
+    window = window or TimeWindow(None)
     folder, session = planned.folder, state["sessions"][-1]["id"]
     spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
     _note_start(planned, work, spec, log)
@@ -60,18 +64,23 @@ def stream_rows(planned: PlannedRun, work: Work, state: RunState, lease: Lease, 
             keep_workers=helpers.steal_queue is not None,
             no_progress_timeout_s=planned.config.limits.no_progress_timeout_s + skipping_s(work),
         )
-        with live_progress(
-            helpers.collector, work.num_left, log, partial(_update_estimate, estimate, helpers.collector)
-        ):
+        on_counts = partial(_update_estimate, estimate, helpers.collector)
+        with window, live_progress(helpers.collector, work.num_left, log, on_counts):
             execute(build_pipeline(spec, sink, helpers))
             _await_records(helpers.collector, work.num_left)
     except BaseException as error:
         lease.check()  # if another process has taken the folder over, run.json is not ours to write
-        state["state"] = "interrupted"
+        state["state"] = "expired" if window.is_over else "interrupted"
         with log_if_full(folder, log):
             folder.write_state(state, lease.check)  # at once: the process may be killed soon
             flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
             _end_session(folder, state, helpers.collector, flush_timeout_s, expected, lease, log)
+        if window.is_over:
+            left = planned.input.num_rows - (state["books"]["ok"] or 0) - (state["books"]["failed"] or 0)
+            raise WindowOver(
+                f"the window of limits.window_s={planned.config.limits.window_s:g} is over, and {count(left, 'row')} "
+                "are left; --resume goes on with the run"
+            ) from error
         reason = reason_to_stop(error, helpers.attempts, folder.shown)
         if reason is error:
             raise

@@ -181,11 +181,11 @@ def _without_text(entry: Body) -> Body:
     return {key: value for key, value in entry.items() if key != "text"}
 
 
-def model_card(name: str, created: int, context: int, has_chat: bool) -> Body:
-    """An entry of `/v1/models`; `max_model_len` and `has_chat_template` are extensions."""
+def model_card(name: str, created: int, context: int, has_chat: bool, has_batches: bool) -> Body:
+    """An entry of `/v1/models`; `max_model_len`, `has_chat_template` and `has_batches` are extensions."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "skipdecode-ray",
-        "max_model_len": context, "has_chat_template": has_chat,
+        "max_model_len": context, "has_chat_template": has_chat, "has_batches": has_batches,
     }  # fmt: skip
 
 

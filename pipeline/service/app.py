@@ -1,20 +1,27 @@
 """The Ray Serve application, `import_path: pipeline.service.app:build_app`; its `args` are a `ServeConfig`.
 
-There is one deployment. Each replica is a process with a FastAPI ingress and an engine thread that owns the model, so
-the requests of a replica share its batches.
+Each replica of `Completions` is a process with a FastAPI ingress and an engine thread that owns the model, so the
+requests of a replica share its batches. With a storage there is a second deployment, `Batches`, of one replica: the
+queue of OpenAI batches, which run in processes of their own.
 """
 
 import logging
 import os
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from actors.generator import GeneratorConfig
 from actors.memory import freeze_gc
+from pipeline.batches.job import job_settings
+from pipeline.batches.runner import BatchRunner
+from pipeline.batches.storage import Storage
 from pipeline.checkpoint import (
     adapter_path,
     check_exact_drafts,
@@ -27,15 +34,17 @@ from pipeline.cluster.node_backends import look, reason_for_torch
 from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.formatting import Json
 from pipeline.service.auth import digest, read_keys
-from pipeline.service.config import DEPLOYMENT, DRAIN_S, ServeConfig
+from pipeline.service.config import BATCHES, DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
-from pipeline.service.metrics import RayMetrics, scrape
+from pipeline.service.metrics import BatchMetrics, RayMetrics, scrape
 from pipeline.service.routes import create_app
 from skipdecode.backends.choice import VARIABLE
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.checkpoint.hub import pin, resolve_source
 from skipdecode.engine.continuous_batch import check_continuous
 from skipdecode.schedules.from_config import make_schedule
+
+STEP_S = 0.5  # between two looks at the storage
 
 
 @serve.deployment(
@@ -48,7 +57,8 @@ from skipdecode.schedules.from_config import make_schedule
 )
 @serve.ingress()
 class Completions:
-    def __init__(self, spec: EndpointSpec) -> None:
+    def __init__(self, spec: EndpointSpec, batches: DeploymentHandle | None = None) -> None:
+        """`batches`: the queue of batches, bound here so that Serve deploys it; it is called by nobody."""
         if spec.generator.num_threads is None:
             reserved = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             spec = replace(spec, generator=replace(spec.generator, num_threads=replica_threads(num_cores(), reserved)))
@@ -70,9 +80,53 @@ class Completions:
         return self.endpoint.num_responses
 
 
+@serve.deployment(
+    name=BATCHES,
+    num_replicas=1,
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=2,
+    graceful_shutdown_timeout_s=60,
+    logging_config={"enable_access_log": False},
+)
+class Batches:
+    def __init__(self, config: ServeConfig) -> None:
+        self._stops = threading.Event()
+        log = logging.getLogger("ray.serve").info
+        address = ray.get_runtime_context().gcs_address
+        self._runner = BatchRunner(config.storage, config.batches, log, {"RAY_ADDRESS": address})
+        self._metrics = BatchMetrics()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """One thread for all: drivers end when the thread that started them does not feed them any more."""
+        while not self._stops.wait(STEP_S):
+            try:
+                self._runner.step()
+            except Exception:  # the storage may be back in a moment
+                logging.getLogger("ray.serve").exception("batches: a look at the storage failed")
+            self._metrics.update(self._runner)
+        self._runner.stop()
+
+    def check_health(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the queue of batches has ended")
+
+    def __del__(self) -> None:
+        """Called by Serve when the application stops."""
+        self._stops.set()
+        self._thread.join()
+
+
 def build_app(args: dict[str, Json]) -> serve.Application:
     """Builds the application for `serve deploy` and `serve run`; ConfigError names the key at fault."""
-    return Completions.bind(make_spec(build_config(ServeConfig, args)))  # type: ignore[attr-defined]
+    return bind_application(make_spec(build_config(ServeConfig, args)))
+
+
+def bind_application(spec: EndpointSpec, options: Mapping[str, Json] | None = None) -> serve.Application:
+    """The deployments, bound; `options` of `Completions`. Ray's own errors of bad options pass through."""
+    queue = [] if spec.config.storage.path is None else [Batches.bind(spec.config)]  # type: ignore[attr-defined]
+    return Completions.options(**(options or {})).bind(spec, *queue)  # type: ignore[attr-defined]
 
 
 def replica_threads(num_cores: int, num_cpus: float) -> int:
@@ -124,6 +178,10 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
             check_continuous(make_schedule(model.decode, num_layers=model.config.num_hidden_layers, max_new_tokens=16))
         except ValueError as error:
             raise ConfigError.parse(error) from error
+    if (path := config.storage.path) is not None:
+        Storage(path).check()
+        own = path if "://" in path else os.path.abspath(os.path.expanduser(path))
+        config = config.model_copy(update={"storage": config.storage.model_copy(update={"path": own})})
     tokenizer = config.model.tokenizer
     generator = GeneratorConfig(
         source=worker_path(model.source, model.folder),
@@ -144,4 +202,4 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
         has_graphs=config.engine.scheduler == "cohort",
     )
     keys = read_keys(config.auth) if made_key is None else (digest(made_key),)
-    return EndpointSpec(config, generator, keys)
+    return EndpointSpec(config, generator, keys, job_settings(config))

@@ -6,11 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, field_validator
 
+from pipeline.batches.config import BatchesSection, StorageSection
 from pipeline.config.job import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
 from pipeline.config.tree import apply_overrides
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 
 DEPLOYMENT = "Completions"
+BATCHES = "Batches"
 DRAIN_S = 120.0  # the default of limits.request_timeout_s
 Positive = Annotated[int, Field(ge=1)]
 
@@ -99,6 +101,8 @@ class ServeConfig(Section):
     engine: EngineSection = EngineSection()
     limits: LimitsSection = LimitsSection()
     auth: AuthSection = AuthSection()
+    storage: StorageSection = StorageSection()
+    batches: BatchesSection = BatchesSection()
 
     @property
     def served_name(self) -> str:

@@ -7,11 +7,11 @@ the progress of its prompts; leaving it, for whatever reason, removes its rows f
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from actors.generator import Generator, GeneratorConfig
 from actors.serving.engine import Engine, Progress
@@ -37,6 +37,8 @@ class EndpointSpec:
     generator: GeneratorConfig
     key_digests: tuple[bytes, ...]
     """SHA-256 of the API keys; without any, only loopback is answered."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration of batches (`pipeline.batches.job.job_settings`)."""
 
 
 def resolve_stall_s(generator: Generator, config: ServeConfig) -> float:
@@ -145,10 +147,14 @@ class Endpoint:
         self.thread.stop()
         self.shares.close()
 
-    def refuse(self) -> None:
-        """ApiError if no request is accepted now. Called before a body is read, so that an overload costs nothing."""
+    def refuse_when_draining(self) -> None:
+        """ApiError if the server is about to stop."""
         if self.is_draining:
             raise ApiError.unavailable("the server is shutting down", "draining")
+
+    def refuse(self) -> None:
+        """ApiError if no request is accepted now. Called before a body is read, so that an overload costs nothing."""
+        self.refuse_when_draining()
         try:
             self.check()
         except EngineDead as error:

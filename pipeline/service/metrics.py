@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import ray
 from ray.serve.metrics import Counter, Gauge, Histogram
 
+from pipeline.batches.runner import BatchRunner
+from pipeline.batches.status import STATES
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.errors import ApiError
 
@@ -77,6 +79,20 @@ class RayMetrics:
             if now > self._told[name]:
                 counter.inc(now - self._told[name])
                 self._told[name] = now
+
+
+class BatchMetrics:
+    """What is stored of batches, as their runner last saw it."""
+
+    def __init__(self) -> None:
+        self._batches = Gauge(PREFIX + "batches", "OpenAI batches by status", tag_keys=("status",))
+        self._lines = Gauge(PREFIX + "batch_lines", "Lines of all batches that are kept", tag_keys=("result",))
+
+    def update(self, runner: BatchRunner) -> None:
+        for status in STATES:
+            self._batches.set(runner.counts[status], tags={"status": status})
+        for result in ("completed", "failed"):
+            self._lines.set(runner.lines[result], tags={"result": result})
 
 
 _nodes = ThreadPoolExecutor(1, "nodes")

@@ -2,19 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.serving.engine_thread import EngineDead
 from pipeline.openai_format.parameters import BadParameter, cut
-from pipeline.service.answers import ChatAnswer, CompletionAnswer, encode, model_card
+from pipeline.service.answers import ChatAnswer, CompletionAnswer, model_card
 from pipeline.service.auth import check_key, check_local
+from pipeline.service.batch_routes import BatchRoutes
 from pipeline.service.endpoint import Endpoint
+from pipeline.service.error_responses import add_error_handlers, json_response, reply
 from pipeline.service.errors import ApiError
 from pipeline.service.requests import ChatRequest, CompletionRequest, parse_body
 from pipeline.service.responses import Observer, Watch, continued, streamed, whole
@@ -23,11 +24,6 @@ SMALL_BODY_BYTES = 8 << 10  # takes milliseconds to tokenize
 PAGE = Path(__file__).with_name("page.html")
 CUT_S = 5.0  # after limits.request_timeout_s, for a stream to send its last event
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-ROUTES_THERE_ARE = (
-    "this server has /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics, and a client's base URL "
-    "ends in /v1, without a slash behind it"
-)
 
 
 def create_app(
@@ -44,9 +40,8 @@ def create_app(
     app.api_route("/health", methods=["GET", "HEAD"])(routes.health)
     app.get("/metrics")(routes.prometheus)
     app.get("/")(routes.page)
-    app.exception_handler(ApiError)(on_api_error)
-    app.exception_handler(HTTPException)(on_http_error)
-    app.exception_handler(Exception)(on_error)
+    BatchRoutes(endpoint.config, endpoint.spec.job, routes.check_caller, endpoint.refuse_when_draining).add_to(app)
+    add_error_handlers(app)
     return app
 
 
@@ -58,7 +53,8 @@ class Routes:
         self._config = endpoint.config
         positions = endpoint.generator.model.config.max_position_embeddings
         has_chat = endpoint.prompts.chat_template is not None
-        self._card = model_card(self._config.served_name, int(time.time()), positions, has_chat)
+        has_batches = self._config.storage.path is not None
+        self._card = model_card(self._config.served_name, int(time.time()), positions, has_chat, has_batches)
 
     async def completions(self, request: Request) -> Response:
         return await self._respond(request, self._read_completion, SMALL_BODY_BYTES)
@@ -69,7 +65,7 @@ class Routes:
     async def _respond(self, request: Request, read: Callable[[bytes], CompletionAnswer], small_bytes: int) -> Response:
         """Checks the caller, the queue and the clock around one request. Bodies of up to `small_bytes` are read in the
         event loop, larger ones in a thread."""
-        client = self._check_caller(request)
+        client = self.check_caller(request)
         watch, limit_s = Watch(self._observer), self._config.limits.request_timeout_s
         ends_at = asyncio.get_running_loop().time() + limit_s
         try:
@@ -112,11 +108,11 @@ class Routes:
         return ChatAnswer(asked, requests, self._config.served_name, self._endpoint.generator.tokenizer.decode)
 
     async def models(self, request: Request) -> Response:
-        self._check_caller(request)
+        self.check_caller(request)
         return reply({"object": "list", "data": [self._card]})
 
     async def model(self, request: Request, name: str) -> Response:
-        self._check_caller(request)
+        self.check_caller(request)
         if name != self._config.served_name:
             message = f"the model {cut(repr(name))} does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -136,7 +132,7 @@ class Routes:
         return reply(state | {"status": "ok"})
 
     async def prometheus(self, request: Request) -> Response:
-        self._check_caller(request)
+        self.check_caller(request)
         if self._metrics is None:
             raise ApiError(404, "metrics come from Ray, and this server runs without it")
         return Response(await self._metrics(), media_type="text/plain; version=0.0.4")
@@ -146,35 +142,18 @@ class Routes:
 
     def _may_ask(self, request: Request) -> bool:
         try:
-            self._check_caller(request)
+            self.check_caller(request)
         except ApiError:
             return False
         return True
 
-    def _check_caller(self, request: Request) -> str:
+    def check_caller(self, request: Request) -> str:
         """The client that asks: its key's digest, without keys its address; ApiError 401 or 403 if it may not."""
         peer = request.client.host if request.client else None
         if digests := self._endpoint.spec.key_digests:
             return check_key(digests, request.headers.get("authorization")).hex()
         check_local(peer, request.headers.items())
         return peer or ""
-
-
-async def on_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return reply(error.body, error.status, error.headers)
-
-
-async def on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    reason = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 404:
-        reason += f"; {ROUTES_THERE_ARE}"
-    return reply(ApiError(error.status_code, reason, code="not_found").body, error.status_code, error.headers)
-
-
-async def on_error(_: Request, error: Exception) -> Response:
-    return reply(ApiError(500, f"{type(error).__name__}: {error}"[:500], kind="server_error").body, 500)
 
 
 class TimedStream(StreamingResponse):
@@ -211,14 +190,6 @@ class CountResponses:
             await self._app(scope, receive, send)
         finally:
             self._endpoint.num_responses -= 1
-
-
-def reply(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return json_response(encode(body), status, headers)
-
-
-def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(body, status, dict(headers or {}), "application/json")
 
 
 async def read_body(request: Request, limit: int, arrived: Callable[[int], None]) -> bytes:

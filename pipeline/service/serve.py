@@ -20,9 +20,9 @@ from pipeline.cluster.ray_logging import SERVE_END, SERVE_NOTES, without_log_rec
 from pipeline.config.job import ConfigError, read_tree, set_key
 from pipeline.config.tree import read_override
 from pipeline.formatting import Json, Log
-from pipeline.service.app import Completions, make_spec
+from pipeline.service.app import bind_application, make_spec
 from pipeline.service.auth import configured_keys, is_loopback, make_key
-from pipeline.service.config import ServeFile, load_serve_file
+from pipeline.service.config import DEPLOYMENT, ServeFile, load_serve_file
 
 DRAIN_POLL_S = 0.2
 ASK_S = 5.0  # for all replicas to answer
@@ -181,8 +181,8 @@ def drain(name: str, timeout_s: float) -> int:
         if application is None or handle is None:  # it has not been deployed yet
             return 0
         left = _num_responses(handle)
-        deployments = application.deployments.values()
-        num_replicas = sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
+        deployment = application.deployments.get(DEPLOYMENT)
+        num_replicas = deployment.replica_states.get("RUNNING", 0) if deployment else 0
         if len(left) >= num_replicas and not any(left):
             time.sleep(LINGER_S)
             return 0
@@ -201,11 +201,11 @@ def _num_responses(handle: DeploymentHandle) -> list[int]:
 
 
 def _application(file: ServeFile, made_key: str | None) -> serve.Application:
+    spec = make_spec(file.args, made_key)
     try:
-        deployment = Completions.options(**file.deployment)  # type: ignore[attr-defined]
+        return bind_application(spec, file.deployment)
     except (TypeError, ValueError) as error:  # raised by Ray
         raise ConfigError("applications.0.deployments.0", f"{error}") from error
-    return deployment.bind(make_spec(file.args, made_key))
 
 
 def _check_free(host: str, port: int) -> None:

@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 
 from actors.generator import GeneratorConfig
 from actors.memory import freeze_gc
+from pipeline.cluster.priority import run_in_background
 from pipeline.fault_injection import fault_point
 from pipeline.stages.attempt_tracker import StopRun, WorkerProcess
 from pipeline.stages.model_thread import ModelThread
@@ -35,11 +36,15 @@ class DecodeStage:
         collector: ActorHandle,
         attempts: ActorHandle,
         steal_queue: ActorHandle | None = None,
+        background: bool = False,
     ) -> None:
         """Loads the model. The handles are those of `MetricsCollector`, `AttemptTracker` and `StealQueue`.
+        `background`: as `actors.background`.
 
         Raises StopRun if the attempt tracker has ended the run; a failed load also ends it.
         """
+        if background:
+            run_in_background()  # first: threads have the priority of those that start them
         context = ray.get_runtime_context()
         self.worker: str = context.get_actor_id()[:12]  # the same after a restart on another host
         self._sampling, self._attempts = sampling, attempts

@@ -12,8 +12,9 @@ from pipeline.formatting import Json
 IS_RUN = frozenset({"fingerprint", "books", "sessions"})
 """Keys of a `run.json` of ours: other programs write files of that name, too."""
 
-Phase: TypeAlias = Literal["running", "interrupted", "retrying", "committing", "finished"]
-"""committing: a retry is exchanging rows, and the folder has some of them twice."""
+Phase: TypeAlias = Literal["running", "interrupted", "expired", "retrying", "committing", "finished"]
+"""expired: the time that `limits.window_s` gave its last session is over; committing: a retry is exchanging rows, and
+the folder has some of them twice."""
 
 Fingerprint: TypeAlias = dict[str, Json]
 """Everything that decides the rows, by dotted key (`generate.fingerprint`)."""

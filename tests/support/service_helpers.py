@@ -5,10 +5,8 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +18,10 @@ import httpx2 as httpx
 import openai
 import pytest
 import torch
-import uvicorn
 from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
+from pipeline.batches.job import job_settings
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.routes import create_app
@@ -31,6 +29,7 @@ from skipdecode.checkpoint.detokenizer import cut_at_stop
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
+from tests.support.local_app import local_app
 from tests.support.processes import descendants, free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -92,30 +91,15 @@ def served(folder: Path, *overrides: str, config: str = "configs/serve.yaml", **
 
 @contextmanager
 def local(endpoint: Endpoint, send_bytes: int | None = None) -> Iterator[str]:
-    """The HTTP of one replica under uvicorn, in a thread: the URL. `send_bytes`: what the kernel keeps for a client."""
-    # No configuration of logging: it closes every handler that is there, and that of absl (ROUGE) its stream, pytest's
-    config = uvicorn.Config(
-        create_app(endpoint), host="127.0.0.1", port=free_port(), log_level="error", log_config=None
-    )
-    server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", server.config.port))
-    if send_bytes is not None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.config.port}"
-    finally:
-        server.should_exit = True
-        thread.join(timeout=10)
-        listener.close()
+    """The HTTP of one replica: the URL. `send_bytes`: what the kernel keeps for a client."""
+    with local_app(create_app(endpoint), send_bytes) as url:
+        yield url
 
 
 def make_endpoint(generator: Generator, digests: Sequence[bytes] = (), **sections: Any) -> Endpoint:
     config = ServeConfig.model_validate({"model": {"source": generator.config.source}, "model_name": "tiny"} | sections)
-    return Endpoint(EndpointSpec(config, generator.config, tuple(digests)), generator=generator)
+    spec = EndpointSpec(config, generator.config, tuple(digests), job_settings(config))
+    return Endpoint(spec, generator=generator)
 
 
 def scripted(source: Path, folder: Path, tokens: Sequence[int]) -> Generator:

@@ -177,7 +177,7 @@ class Session:
 def _silent(_: str) -> None: ...
 
 
-def _stream(planned: Any, work: Any, state: Any, lease: Lease, log: Any) -> None:
+def _stream(planned: Any, work: Any, state: Any, lease: Lease, log: Any, window: Any) -> None:
     thread: Any = threading.current_thread()
     thread.session.stream(work.left, state)
 

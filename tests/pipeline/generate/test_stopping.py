@@ -81,6 +81,29 @@ def test_a_hung_worker_ends_the_run_with_the_state_of_each(tiny_checkpoint: Path
 
 
 @pytest.mark.slow
+def test_a_window_of_time_ends_a_run_that_can_go_on(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Here the worker hangs, so that the window is over before the last row on a machine of any speed."""
+    source, output = write_prompts(tmp_path / "in.jsonl", 200), tmp_path / "run"
+    wanted = command(tiny_checkpoint, source, output)
+    hangs = environment({"decode r100": {"signal": "SIGSTOP"}}, tmp_path)
+    done = run([*wanted, "limits.window_s=45"], hangs)
+    assert done.returncode == 1, done.stderr
+    left = re.search(
+        r"the window of limits.window_s=45 is over, and (\d+) rows are left; --resume goes on", done.stderr
+    )
+    assert left, done.stderr
+    assert "Traceback" not in done.stderr
+    assert state(output)["state"] == "expired"
+    before = rows(output)
+    assert 0 < len(before) == 200 - int(left[1])
+    done = run([*wanted, "--resume"], environment(None, tmp_path))
+    assert done.returncode == 0, done.stderr
+    after = rows(output, "ok")
+    assert len(after) == 200
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_at_its_start_ends_the_run_with_the_reason(tiny_checkpoint: Path, tmp_path: Path) -> None:
     source = write_prompts(tmp_path / "in.jsonl", 8)
     faults = {"load": {"signal": "SIGSEGV", "times": 100}}

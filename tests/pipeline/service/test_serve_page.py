@@ -16,6 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from pipeline.service.auth import digest
+from tests.support.batch_helpers import KEY, OTHER_KEY, client_of, jsonl, line
 from tests.support.service_helpers import DEMO, Offline, local, make_endpoint, scripted
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -151,6 +152,28 @@ def test_it_asks_for_a_key(browser: Chrome, offline: Offline) -> None:
         WebDriverWait(browser, 10).until(lambda b: "context 2048" in shown(b, "model"))
         browser.find_element(By.ID, "go").click()
         assert len(wait_for_answer(browser)) > 20
+    endpoint.close()
+
+
+def test_it_lists_the_batches_of_the_key(browser: Chrome, offline: Offline, tmp_path: Path) -> None:
+    storage = {"path": str(tmp_path / "storage")}
+    settings = {"storage": storage, "batches": {"actors": {"price_per_hour": 2.0}}}
+    endpoint = make_endpoint(offline.generator, [digest(KEY), digest(OTHER_KEY)], **settings)
+    with local(endpoint) as served:
+        client = client_of(served)
+        file = client.files.create(file=("in.jsonl", jsonl([line("a"), line("<b>b")])), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        browser.get(f"{served}/#key={KEY}")
+        WebDriverWait(browser, 10).until(lambda b: "validating" in shown(b, "batch_rows"))
+        assert shown(browser, "batch_rows").split() == [batch.id, "validating", "0", "of", "0", "0", "0.00"]
+        keep(browser, "batches")
+        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+        client.batches.cancel(batch.id)
+        WebDriverWait(browser, 10).until(lambda b: "cancelling" in shown(b, "batch_rows"))
+        browser.get("about:blank")
+        browser.get(f"{served}/#key={OTHER_KEY}")
+        WebDriverWait(browser, 10).until(lambda b: "context 2048" in shown(b, "model"))
+        assert not browser.find_element(By.ID, "batches").is_displayed()
     endpoint.close()
 
 

@@ -1,0 +1,227 @@
+"""The queue of batches: starts a driver process per batch (`driver`), and ends what is cancelled or out of time.
+
+It holds no state that matters: whichever runner looks at the storage next goes on from what is there. If two run for a
+moment, the lease of a run folder lets one driver in. Which batch is next: that of the client with the fewest running,
+among these the one whose turn is the longest ago, the oldest first.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from pipeline.batches.config import BatchesSection, StorageSection
+from pipeline.batches.ending import end_batch
+from pipeline.batches.status import BatchView
+from pipeline.batches.storage import RESULTS, BatchRecord, ClientStorage, Storage
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Log
+
+ROOT: Final = str(Path(__file__).resolve().parents[2])
+DRIVER: Final = (sys.executable, "-m", "pipeline.batches.driver")
+MAX_PAUSE_S: Final = 60.0
+KILL_AFTER_S: Final = 45.0  # a driver that was told to end
+SWEEP_S: Final = 60.0
+Client: TypeAlias = str
+
+
+@dataclass
+class _Driver:
+    """A process at work on a batch."""
+
+    own: ClientStorage
+    record: BatchRecord
+    process: "subprocess.Popen[bytes]"
+    began: float
+    rows_before: int
+    told_at: float | None = None
+    """When it was told to end."""
+
+
+@dataclass
+class _Pause:
+    """How long a batch waits after drivers of it have ended without a row."""
+
+    seconds: float = 0.5
+    ends_at: float = field(default_factory=time.monotonic)
+
+
+class BatchRunner:
+    """`step` is called again and again, and does all that is to be done now."""
+
+    def __init__(
+        self,
+        storage: StorageSection,
+        batches: BatchesSection,
+        log: Log,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = DRIVER,
+    ) -> None:
+        """`environment`: of the drivers, beside that of this process; `command`: starts one."""
+        assert storage.path is not None
+        self._path, self._limits, self._config, self._log = storage.path, storage, batches, log
+        self._command = command
+        self._storage = Storage(storage.path)
+        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        self._environment = os.environ | {"PYTHONPATH": path} | dict(environment or {})
+        self._drivers: dict[str, _Driver] = {}
+        self._ended: dict[str, BatchView] = {}
+        """Batches that will not change any more, by id."""
+        self._last_turn: dict[Client, float] = {}
+        self._pauses: dict[str, _Pause] = {}
+        self._swept_at = -SWEEP_S
+        self.counts: Counter[str] = Counter()
+        """Batches by state, when they were last looked at."""
+        self.lines: Counter[str] = Counter()
+        """Lines of all batches that are stored: completed, failed."""
+
+    def step(self) -> None:
+        self._collect()
+        views = self._look()
+        for view in views:
+            self._end_if_over(view)
+        self._start([view for view in views if not view.has_ended and not self._is_over(view)])
+        if time.monotonic() - self._swept_at > SWEEP_S:
+            self._swept_at = time.monotonic()
+            self._sweep()
+
+    def stop(self) -> None:
+        """Ends the drivers; their batches wait for the next runner."""
+        for driver in self._drivers.values():
+            _tell(driver)
+        ends_at = time.monotonic() + KILL_AFTER_S
+        for driver in self._drivers.values():
+            try:
+                driver.process.wait(max(ends_at - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                driver.process.kill()
+        self._drivers.clear()
+
+    def _look(self) -> list[BatchView]:
+        """The batches that have not ended, the oldest first; counts all of them."""
+        views: list[BatchView] = []
+        counts, lines, there = Counter[str](), Counter[str](), set[str]()
+        for own in self._storage.clients():
+            for batch_id in own.batch_ids():
+                there.add(batch_id)
+                view = self._ended.get(batch_id) or self._view(own, batch_id)
+                if view is not None and batch_id not in self._ended:
+                    if view.has_ended:
+                        self._ended[batch_id] = view
+                    else:
+                        views.append(view)
+                if view is not None:
+                    counts[view.status] += 1
+                    lines.update({name: count for name, count in view.counts().items() if name != "total"})
+        self._ended = {name: view for name, view in self._ended.items() if name in there}
+        self.counts, self.lines = counts, lines
+        return sorted(views, key=lambda view: (view.record["created_at"], view.record["id"]))
+
+    def _view(self, own: ClientStorage, batch_id: str) -> BatchView | None:
+        """None for a batch that is gone, or cannot be read, which must not stop the others."""
+        try:
+            record = own.batch(batch_id)
+            return None if record is None else BatchView(own, record)
+        except (ConfigError, OSError, ValueError) as error:
+            self._log(f"{batch_id}: cannot be read: {error}")
+            return None
+
+    def _collect(self) -> None:
+        """Takes note of drivers that have ended, and kills those that do not."""
+        for batch_id, driver in list(self._drivers.items()):
+            if driver.process.poll() is None:
+                if driver.told_at is not None and time.monotonic() - driver.told_at > KILL_AFTER_S:
+                    driver.process.kill()
+                continue
+            if driver.process.stdin is not None:
+                driver.process.stdin.close()
+            del self._drivers[batch_id]
+            view = BatchView(driver.own, driver.record)
+            if view.has_ended or driver.told_at is not None or sum(view.rows().values()) > driver.rows_before:
+                self._pauses.pop(batch_id, None)
+                continue
+            pause = self._pauses.setdefault(batch_id, _Pause())
+            pause.seconds = min(2 * pause.seconds, MAX_PAUSE_S)
+            pause.ends_at = time.monotonic() + pause.seconds
+            self._log(
+                f"{batch_id}: its driver ended with {driver.process.returncode} and made no rows; "
+                f"the next one starts in {pause.seconds:g} s"
+            )
+
+    def _is_over(self, view: BatchView) -> bool:
+        return view.cancelling_at is not None or time.time() >= view.record["expires_at"]
+
+    def _end_if_over(self, view: BatchView) -> None:
+        """Ends a batch that was cancelled, or whose window is over, once no driver is at work on it."""
+        if not self._is_over(view):
+            return
+        if (driver := self._drivers.get(view.record["id"])) is not None:
+            _tell(driver)
+            return
+        status: Literal["cancelled", "expired"] = "expired" if view.cancelling_at is None else "cancelled"
+        try:
+            end_batch(view.own, view.record, status, self._log)
+        except (ConfigError, OSError, RuntimeError) as error:  # another driver is at work, or no space is left
+            self._log(f"{view.record['id']}: not {status} yet: {error}")
+
+    def _start(self, views: list[BatchView]) -> None:
+        now = time.monotonic()
+        waiting = [view for view in views if view.record["id"] not in self._drivers]
+        waiting = [v for v in waiting if (pause := self._pauses.get(v.record["id"])) is None or pause.ends_at <= now]
+        while waiting and len(self._drivers) < self._config.max_running:
+            running = Counter(driver.own.name for driver in self._drivers.values())
+            # the oldest of those that come first: `waiting` is sorted by age
+            chosen = min(waiting, key=lambda view: (running[view.own.name], self._last_turn.get(view.own.name, 0.0)))
+            waiting.remove(chosen)
+            self._launch(chosen)
+        clients = {driver.own.name for driver in self._drivers.values()}
+        if any(view.own.name not in clients for view in waiting):
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Tells the driver that has had its turn for longest to end, for the sake of a client that has none."""
+        if any(driver.told_at is not None for driver in self._drivers.values()):
+            return
+        oldest = min(self._drivers.values(), key=lambda driver: driver.began)
+        if time.monotonic() - oldest.began > self._config.turn_s:
+            _tell(oldest)
+
+    def _launch(self, view: BatchView) -> None:
+        batch_id, name = view.record["id"], view.own.name
+        process = subprocess.Popen(
+            [*self._command, self._path, name, batch_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=self._environment,
+            start_new_session=True,
+        )
+        self._last_turn[name] = time.monotonic()
+        rows = sum(view.rows().values())
+        self._drivers[batch_id] = _Driver(view.own, view.record, process, time.monotonic(), rows)
+
+    def _sweep(self) -> None:
+        """Deletes what is too old: files, result files, batches."""
+        now = time.time()
+        for own in self._storage.clients():
+            for file in own.files():
+                if now >= file["expires_at"]:
+                    own.delete_file(file["id"])
+        for view in list(self._ended.values()):
+            batch_id, expires_at = view.record["id"], view.results_expire_at()
+            if now >= (view.ended_at() or now) + self._limits.expires_after_s:
+                view.own.delete_batch(batch_id)
+            elif expires_at is not None and now >= expires_at:
+                for kind in RESULTS:
+                    view.own.delete_result(batch_id, kind)
+
+
+def _tell(driver: _Driver) -> None:
+    """Tells a driver to end, once."""
+    if driver.told_at is None:
+        driver.told_at = time.monotonic()
+        driver.process.terminate()

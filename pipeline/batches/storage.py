@@ -1,0 +1,311 @@
+"""Where files and batches are kept: names and records in a folder per client. No HTTP and no decoding.
+
+    <storage.path>/<client>/files/file-ID.json     what was uploaded (FileRecord), written last: without it, no file
+    <storage.path>/<client>/files/file-ID.jsonl    its content
+    <storage.path>/<client>/batches/batch_ID.json  what was asked for (BatchRecord), never changed: without it, no batch
+    <storage.path>/<client>/batches/batch_ID.jsonl the input: a link to the file's content, elsewhere than on a disk a
+                                                   copy, so that a file may be deleted while its batch runs
+    <storage.path>/<client>/batches/batch_ID.cancel.json   when its cancellation was asked for
+    <storage.path>/<client>/batches/batch_ID.ended.json    how it ended (Ending), unless its run was finished
+    <storage.path>/<client>/batches/batch_ID/      the run folder, as of any run
+
+What a batch has done is read from its run folder (`status`) and stored nowhere else. A client is an API key; its folder
+is named by the key's digest. Names come from ids of a fixed form, so no request reaches a path outside.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any, BinaryIO, Final, Literal, NotRequired, TypedDict
+
+import pyarrow.fs as pafs
+
+from pipeline.config.job import ConfigError
+from pipeline.formatting import Json
+from pipeline.store.atomic_files import check_writable, sync
+from pipeline.store.run_folder import BATCH_FILES, RunFolder
+
+HEX: Final = "[0-9a-f]{24}"
+FILE_ID: Final = re.compile(f"file-{HEX}")
+BATCH_ID: Final = re.compile(f"batch_{HEX}")
+RESULT_ID: Final = re.compile(f"file-({HEX})-(output|errors)")
+"""A file that a batch makes; its id is the batch's."""
+RESULTS: Final = dict(zip(("output", "errors"), BATCH_FILES, strict=True))
+CLIENT: Final = re.compile("[0-9a-f]{32}|local")
+LOCAL: Final = "local"
+"""The client of a server without keys: all programs on its machine."""
+COPIED_BYTES: Final = 1 << 20
+
+
+class FileRecord(TypedDict):
+    id: str
+    filename: str
+    bytes: int
+    lines: int
+    created_at: int
+    """Seconds since 1970, as all times here."""
+    expires_at: int
+    request: NotRequired[str]
+    """Digest of the request that an `Idempotency-Key` came with."""
+
+
+class BatchRecord(TypedDict):
+    id: str
+    created_at: int
+    expires_at: int
+    """When its completion window ends."""
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None
+    output_expires_after_s: int | None
+    """Age of the result files at which they are deleted; None: with the batch."""
+    model: str
+    """The name that clients use."""
+    model_names: list[str]
+    """All names by which lines may call it."""
+    job: dict[str, Any]
+    """The run's configuration (`JobConfig`) without paths, so that another configuration of the server does not stop a
+    batch in the middle."""
+    request: NotRequired[str]
+
+
+class BatchError(TypedDict):
+    """OpenAI's entry of `errors.data`."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class Ending(TypedDict):
+    """How a batch ended whose run is not finished. Written once."""
+
+    status: Literal["failed", "expired", "cancelled"]
+    at: int
+    errors: list[BatchError]
+    lines: dict[str, int]
+    """Lines of the input and of the result files: total, completed, failed."""
+
+
+def new_id(prefix: str, client: str, idempotency_key: str | None = None) -> str:
+    """A random id, or the one that belongs to this client's key, so that a repeated request names the same object."""
+    if idempotency_key is None:
+        return prefix + secrets.token_hex(12)
+    text = f"{prefix}\0{client}\0{idempotency_key}"
+    return prefix + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def result_id(batch_id: str, kind: str) -> str:
+    return f"file-{batch_id.removeprefix('batch_')}-{kind}"
+
+
+class Storage:
+    """All clients' files and batches."""
+
+    def __init__(self, path: str) -> None:
+        """ConfigError if it names no place."""
+        try:
+            self._root = RunFolder.open(path)
+        except ConfigError as error:
+            raise error.renamed("output.path", "storage.path") from error
+
+    def check(self) -> None:
+        """ConfigError if no file can be written there. Creates the folder."""
+        folder = self._root
+        try:
+            folder.filesystem.create_dir(folder.root, recursive=True)
+            check_writable(folder.filesystem, folder.root, folder.shown)
+        except OSError as error:
+            raise ConfigError("storage.path", f"{folder.shown} cannot be created: {error}") from error
+        except ConfigError as error:
+            raise error.renamed("output.path", "storage.path") from error
+
+    def of(self, client: str) -> "ClientStorage":
+        """The part of one client: the digest of its key in hex, cut to 128 bits; any other text is `LOCAL`."""
+        name = client[:32] if re.fullmatch("[0-9a-f]{64}", client) else LOCAL
+        return self._part(name)
+
+    def client(self, name: str) -> "ClientStorage":
+        """The part of the client whose folder has this name."""
+        assert CLIENT.fullmatch(name), name
+        return self._part(name)
+
+    def clients(self) -> list["ClientStorage"]:
+        """Those that have stored something."""
+        selector = pafs.FileSelector(self._root.root, allow_not_found=True)
+        names = (info.base_name for info in self._root.filesystem.get_file_info(selector))
+        return [self._part(name) for name in sorted(names) if CLIENT.fullmatch(name)]
+
+    def _part(self, name: str) -> "ClientStorage":
+        root = self._root
+        return ClientStorage(name, RunFolder(root.filesystem, f"{root.root}/{name}", f"{root.shown}/{name}"))
+
+
+@dataclass(frozen=True)
+class ClientStorage:
+    """One client's files and batches. Methods block; ids that are none of ours are unknown."""
+
+    name: str
+    _folder: RunFolder
+
+    # Files
+
+    def file(self, file_id: str) -> FileRecord | None:
+        return self._read(f"files/{file_id}.json") if FILE_ID.fullmatch(file_id) else None
+
+    def files(self) -> list[FileRecord]:
+        """The newest first."""
+        return _newest(self.file(name) for name in self._names("files") if FILE_ID.fullmatch(name))
+
+    def add_file(self, record: FileRecord, content: IO[bytes]) -> None:
+        with self._folder.replacing(f"files/{record['id']}.jsonl") as target:
+            _copy(content, target)
+        self._write(f"files/{record['id']}.json", record)
+
+    def delete_file(self, file_id: str) -> None:
+        assert FILE_ID.fullmatch(file_id)
+        for suffix in ("json", "jsonl"):  # in this order: without its record it is no file
+            self._folder.remove(f"files/{file_id}.{suffix}")
+
+    def content(self, file_id: str) -> Iterator[bytes]:
+        """FileNotFoundError before the first part if there is none."""
+        return self._parts(self._folder, f"files/{file_id}.jsonl")
+
+    # Batches
+
+    def batch(self, batch_id: str) -> BatchRecord | None:
+        return self._read(f"batches/{batch_id}.json") if BATCH_ID.fullmatch(batch_id) else None
+
+    def batches(self) -> list[BatchRecord]:
+        """The newest first."""
+        return _newest(self.batch(name) for name in self.batch_ids())
+
+    def batch_ids(self) -> list[str]:
+        return [name for name in self._names("batches") if BATCH_ID.fullmatch(name)]
+
+    def add_batch(self, record: BatchRecord) -> None:
+        """FileNotFoundError if the input file is gone."""
+        folder, source = self._folder, f"files/{record['input_file_id']}.jsonl"
+        target = f"batches/{record['id']}.jsonl"
+        if folder.is_local:
+            os.makedirs(folder.path("batches"), exist_ok=True)
+            try:
+                os.link(folder.path(source), folder.path(target))
+            except FileExistsError:  # a request that was cut off here
+                pass
+            except PermissionError:  # a file system without links
+                self._copy_input(source, target)
+            else:
+                sync(folder.path("batches"))
+        else:
+            self._copy_input(source, target)
+        self._write(f"batches/{record['id']}.json", record)
+
+    def _copy_input(self, source: str, target: str) -> None:
+        folder = self._folder
+        with folder.filesystem.open_input_stream(folder.path(source)) as content, folder.replacing(target) as copy:
+            _copy(content, copy)
+
+    def delete_batch(self, batch_id: str) -> None:
+        """The batch and everything that it made."""
+        assert BATCH_ID.fullmatch(batch_id)
+        for name in (".json", ".cancel.json", ".ended.json", ".jsonl", ""):  # the first: without it, it is no batch
+            self._folder.remove(f"batches/{batch_id}{name}")
+
+    def run(self, batch_id: str) -> RunFolder:
+        assert BATCH_ID.fullmatch(batch_id)
+        folder, name = self._folder, f"batches/{batch_id}"
+        return RunFolder(folder.filesystem, folder.path(name), f"{folder.shown}/{name}")
+
+    def input_path(self, batch_id: str) -> str:
+        """As a run's configuration names it."""
+        assert BATCH_ID.fullmatch(batch_id)
+        return f"{self._folder.shown if not self._folder.is_local else self._folder.root}/batches/{batch_id}.jsonl"
+
+    def run_path(self, batch_id: str) -> str:
+        return self.input_path(batch_id).removesuffix(".jsonl")
+
+    def open_input(self, batch_id: str) -> BinaryIO:
+        found: BinaryIO = self._folder.filesystem.open_input_stream(self._folder.path(f"batches/{batch_id}.jsonl"))
+        return found
+
+    def cancel(self, batch_id: str, at: int) -> None:
+        if self.cancelled_at(batch_id) is None:
+            self._write(f"batches/{batch_id}.cancel.json", {"at": at})
+
+    def cancelled_at(self, batch_id: str) -> int | None:
+        """When the cancellation was asked for."""
+        found = self._read(f"batches/{batch_id}.cancel.json")
+        return None if found is None else int(found["at"])
+
+    def end(self, batch_id: str, ending: Ending) -> None:
+        self._write(f"batches/{batch_id}.ended.json", ending)
+
+    def ending(self, batch_id: str) -> Ending | None:
+        found: Ending | None = self._read(f"batches/{batch_id}.ended.json")
+        return found
+
+    # Result files
+
+    def result_bytes(self, batch_id: str, kind: str) -> int | None:
+        """None: there is no such file."""
+        info = self._folder.filesystem.get_file_info(self.run(batch_id).path(RESULTS[kind]))
+        return int(info.size) if info.type == pafs.FileType.File else None
+
+    def result(self, batch_id: str, kind: str) -> Iterator[bytes]:
+        return self._parts(self.run(batch_id), RESULTS[kind])
+
+    def delete_result(self, batch_id: str, kind: str) -> None:
+        """The file, and the rows that it was made from."""
+        run = self.run(batch_id)
+        run.remove(RESULTS[kind])
+        run.remove(f"data/status={'ok' if kind == 'output' else 'failed'}")
+
+    def stored_bytes(self) -> int:
+        """Of everything; the input of a batch counts again beside its file."""
+        selector = pafs.FileSelector(self._folder.root, allow_not_found=True, recursive=True)
+        infos = self._folder.filesystem.get_file_info(selector)
+        return sum(int(info.size) for info in infos if info.type == pafs.FileType.File)
+
+    def _names(self, part: str) -> list[str]:
+        selector = pafs.FileSelector(self._folder.path(part), allow_not_found=True)
+        names = (info.base_name for info in self._folder.filesystem.get_file_info(selector))
+        return [name.removesuffix(".json") for name in names if name.endswith(".json")]
+
+    def _parts(self, folder: RunFolder, name: str) -> Iterator[bytes]:
+        stream = folder.filesystem.open_input_stream(folder.path(name))
+
+        def parts() -> Iterator[bytes]:
+            with stream:
+                while part := stream.read(COPIED_BYTES):
+                    yield part
+
+        return parts()
+
+    def _read(self, name: str) -> Any:
+        text = self._folder.read_text(name)
+        return None if text is None else json.loads(text)
+
+    def _write(self, name: str, value: Any) -> None:
+        self._folder.write_text(name, json.dumps(value) + "\n")
+
+
+def _copy(source: IO[bytes], target: BinaryIO) -> None:
+    while part := source.read(COPIED_BYTES):
+        target.write(part)
+
+
+def _newest(records: Iterator[Any]) -> list[Any]:
+    found = [record for record in records if record is not None]
+    return sorted(found, key=lambda record: (-record["created_at"], record["id"]))
+
+
+def request_digest(*parts: Json) -> str:
+    """Identifies what an `Idempotency-Key` came with."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,207 @@
+"""Batches that are hurt: processes of a real endpoint, killed at random; 5,000 lines; and what a batch costs others.
+
+Minutes each. BATCH_TRIALS is the number of random trials.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipeline.batches.status import TERMINAL
+from pipeline.bench.load import Work, figures, make_work, offer
+from pipeline.demo.restaurant_prompts import make_prompts
+from tests.support.batch_helpers import KEY, answers_of, client_of, jsonl, line, wait_for_batch
+from tests.support.processes import alive, command, descendants, environment, run, titles, wait_for
+from tests.support.service_helpers import DECODE, DEMO, Offline, Served, served
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(7200)]
+TRIALS = int(os.environ.get("BATCH_TRIALS", "30"))
+PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
+ORDER = ["validating", "in_progress", "finalizing", "cancelling"]  # then what is terminal
+NOT_IDLE = "batches.actors.background=false"  # a machine with other work on it has nothing to spare
+VICTIMS = {
+    "driver": "pipeline.batches.driver",
+    "replica": "ray::ServeReplica:skipdecode:Completions",
+    "queue": "ray::ServeReplica:skipdecode:Batches",
+    "worker": "ray::MapWorker",
+    "head": "gcs_server",
+    "controller": "ray::ServeController",
+}
+
+
+def lines_of(count: int, **body: Any) -> list[Any]:
+    own = {"max_tokens": 40, "ignore_eos": True} | body
+    return [line(f"row-{n}", PROMPTS[n % 60], model="opt-e2e", **own) for n in range(count)]
+
+
+def create(client: openai.OpenAI, lines: list[Any]) -> Any:
+    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+
+@contextmanager
+def endpoint(folder: Path, *options: str) -> Iterator[Served]:
+    """What is left of it is killed in the end, and so is all that it has started."""
+    keys = {"SKIPDECODE_API_KEYS": KEY, "SKIPDECODE_LEASE_S": "6"}
+    small = ["batches.actors.batch_size=8", "batches.actors.window_batches=1"]
+    with served(folder, f"storage.path={folder / 'storage'}", *small, *options, **keys) as server:
+        started: set[int] = set()
+        try:
+            yield server
+        finally:
+            started |= descendants(server.process.pid)
+            server.process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(timeout=40)
+            for pid in {server.process.pid, *started}:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+class Watch:
+    """What is seen of a batch, whoever answers; it must never go back."""
+
+    def __init__(self, batch_id: str) -> None:
+        self.batch_id, self.is_cancelled, self.rank, self.completed = batch_id, False, 0, 0
+
+    def look(self, server: Served) -> Any:
+        """None while nobody answers."""
+        try:
+            batch = client_of(server.url).batches.retrieve(self.batch_id)
+        except (openai.APIConnectionError, openai.InternalServerError):
+            return None
+        rank = len(ORDER) if batch.status in TERMINAL else ORDER.index(batch.status)
+        assert rank >= self.rank, (batch.status, self.rank)
+        assert batch.request_counts.completed >= self.completed or batch.status in TERMINAL
+        self.rank, self.completed = rank, batch.request_counts.completed
+        return batch
+
+
+@pytest.mark.parametrize("trial", range(TRIALS))
+def test_whoever_dies_every_line_is_answered_once(tmp_path: Path, trial: int) -> None:
+    rng, offline, count, killed = random.Random(trial), Offline(), 160, list[str]()
+    wants_cancel = trial % 5 == 4
+    watch, batch = None, None
+    for part in range(4):  # the endpoint may be started again three times
+        with endpoint(tmp_path, NOT_IDLE) as server:
+            client = client_of(server.url)
+            if watch is None:
+                watch = Watch(create(client, lines_of(count)).id)
+            is_down = False
+            deadline = time.monotonic() + 400
+            while not is_down:
+                assert time.monotonic() < deadline, (killed, server.log.read_text()[-2000:])
+                batch = watch.look(server) or batch
+                if batch is not None and batch.status in TERMINAL:
+                    break
+                if len(killed) < 3 and rng.random() < 0.08:
+                    who = rng.choice([name for name in VICTIMS if part < 3 or name != "head"])
+                    found = titles(descendants(server.process.pid)).items()
+                    for pid in [pid for pid, title in found if VICTIMS[who] in title][:1]:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.append(who)
+                        is_down = who == "head"
+                if wants_cancel and batch is not None and batch.request_counts.completed > count // 4:
+                    with suppress(openai.APIConnectionError, openai.InternalServerError):
+                        client.batches.cancel(watch.batch_id)
+                        watch.is_cancelled = True
+                time.sleep(0.25)
+            if not is_down:
+                assert batch is not None
+                output, errors = answers_of(client_of(server.url), batch)
+                print(f"trial {trial}: killed {killed}, {batch.status}, {len(output)} answers")
+                assert errors == []
+                assert batch.status == "completed" or (watch.is_cancelled and batch.status == "cancelled")
+                assert len(output) == count or batch.status == "cancelled"
+                assert all(
+                    body["choices"][0]["text"]
+                    == offline.text(offline(PROMPTS[int(own.removeprefix("row-")) % 60], 40, ignore_eos=True))
+                    for own, body in output.items()
+                )
+                if batch.status == "cancelled":
+                    time.sleep(3)
+                    assert watch.look(server).status == "cancelled"
+                return
+    pytest.fail(f"the endpoint died too often: {killed}")
+
+
+def test_five_thousand_lines_are_those_of_generate(tmp_path: Path) -> None:
+    """Fifty of them bad. Of a line that is bad in itself, code and message; of any other, tokens by way of the text."""
+    lines: list[Any] = lines_of(4950, max_tokens=12)
+    rng = random.Random(0)
+    for n in range(50):
+        own = line(f"bad-{n}", PROMPTS[n], model="opt-e2e")
+        kinds = ["{broken", own | {"custom_id": 7}, own | {"url": "/v1/nothing"}, own | {"body": {"prompt": 3}}]
+        lines.insert(rng.randrange(len(lines)), [*kinds, line("row-7", "again", model="opt-e2e")][n % 5])
+    with endpoint(tmp_path, NOT_IDLE, "batches.actors.batch_size=64", "batches.actors.window_batches=4") as server:
+        client = client_of(server.url)
+        batch, _ = wait_for_batch(client, create(client, lines).id, timeout_s=1800)
+        output, errors = answers_of(client, batch)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (4950, 50)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(jsonl(lines))
+    schedule = ", ".join(f"{key}: {value}" for key, value in DECODE.items())
+    keys = [f"decode={{{schedule}}}", "limits.max_failed_rows=1.0", "actors.batch_size=64"]
+    made = run(command(Path(DEMO), source, tmp_path / "run", *keys), environment(None, tmp_path))
+    assert made.returncode == 0, made.stderr
+
+    def read(name: str) -> list[Any]:
+        return [json.loads(text) for text in (tmp_path / "run" / name).read_text().splitlines()]
+
+    wanted = {one["custom_id"]: one["response"]["body"] for one in read("batch_output.jsonl")}
+    assert {own: (body["choices"], body["usage"]) for own, body in output.items()} == {
+        own: (body["choices"], body["usage"]) for own, body in wanted.items()
+    }
+    messages = sorted(error["message"].replace(f"{batch.id}.jsonl", "in.jsonl") for error in errors)
+    assert messages == sorted(one["error"]["message"] for one in read("batch_errors.jsonl"))
+    assert len(messages) == 50
+
+
+def test_what_a_batch_costs_the_endpoint(tmp_path: Path) -> None:
+    """Time to the first token at a quarter of what the endpoint can carry, without a batch and beside one; and the
+    tokens of both together, compared with a batch alone."""
+    seconds, body = float(os.environ.get("BESIDE_S", "40")), {"temperature": 0, "ignore_eos": True}
+    rate = float(os.environ.get("BESIDE_RATE", "4"))
+    with endpoint(tmp_path, "batches.actors.batch_size=64", "batches.actors.window_batches=1") as server:
+        client = client_of(server.url)
+        work = make_work(rate, seconds, tokens=[32], weights=[1.0], seed=2)
+        headers = {"Authorization": f"Bearer {KEY}"}
+
+        def online() -> tuple[float, float, float]:
+            made = asyncio.run(offer(server.url, work, body, headers=headers))
+            assert all(one.is_good for one in made)
+            row = figures(made, slo_ttft_s=1, slo_tpot_s=1)
+            return row.p50_ttft_ms, row.p99_ttft_ms, row.output_throughput
+
+        asyncio.run(offer(server.url, [Work(0.0, PROMPTS[0], 8)], body, headers=headers))
+        alone = online()
+        batch = create(client, lines_of(50_000, max_tokens=32))
+
+        def answered() -> int:
+            return int(client.batches.retrieve(batch.id).request_counts.completed)
+
+        def pace(action: Any) -> tuple[Any, float]:
+            began, before = time.monotonic(), answered()
+            made = action()
+            return made, 32 * (answered() - before) / (time.monotonic() - began)
+
+        wait_for(lambda: answered() > 256, server.process)
+        _, batch_alone = pace(lambda: time.sleep(seconds))
+        beside, batch_beside = pace(online)
+        client.batches.cancel(batch.id)
+        assert alive({server.process.pid})
+    total = (beside[2] + batch_beside) / batch_alone
+    print(f"ttft p50/p99 ms: {alone[0]:.0f}/{alone[1]:.0f} without, {beside[0]:.0f}/{beside[1]:.0f} beside a batch")
+    print(f"tokens/s: batch alone {batch_alone:.0f}, beside {batch_beside:.0f} + {beside[2]:.0f} online = {total:.2f}")
+    assert batch_beside > 0
