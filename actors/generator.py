@@ -110,6 +110,11 @@ def cause_of(error: Exception) -> Exception:
     return cause if isinstance(error, Interrupted) and isinstance(cause, Exception) else error
 
 
+def num_positions(request: Request) -> int:
+    """Of the row at most, prompt and answer: how long a batch takes is up to its longest."""
+    return len(request.prompt_tokens) + request.sampling.max_new_tokens
+
+
 def described(error: Exception) -> str:
     """The error as a row's `error_message` has it."""
     cause = cause_of(error)
@@ -190,7 +195,10 @@ class Generator:
         answers: dict[int, Answer] = {}
         result = WindowResult([])
         batches = self.cut(requests)
-        random.Random(self._sample.batches).shuffle(batches)  # otherwise the first pairs have the shortest prompts
+        if goes_on is always:  # otherwise the first pairs have the shortest prompts
+            random.Random(self._sample.batches).shuffle(batches)
+        else:  # what is left is to take little time
+            batches.sort(key=lambda batch: max(map(num_positions, (requests[row] for row in batch.rows))), reverse=True)
         filled: dict[tuple[Schedule, int], list[PlannedBatch]] = {}  # batches to be decoded as one that is kept full
         for batch in batches:
             first = requests[batch.rows[0]]

@@ -26,7 +26,7 @@ from typing import cast
 import ray
 from ray.actor import ActorHandle
 
-from actors.generator import Answer, RowFailure
+from actors.generator import Answer, RowFailure, num_positions
 from pipeline.cluster.worker_records import BatchRecord
 from pipeline.fault_injection import fault_point
 from pipeline.schema import POISON_ROW
@@ -247,6 +247,6 @@ def longest_first(batches: Sequence[Sequence[Request]]) -> list[Sequence[Request
     """Batches by the longest row (prompt and answer) in each, which decides how long a batch takes."""
     return sorted(
         batches,
-        key=lambda batch: max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in batch),
+        key=lambda batch: max(map(num_positions, batch)),
         reverse=True,
     )
