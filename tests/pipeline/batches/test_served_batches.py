@@ -101,6 +101,7 @@ def test_an_input_for_another_model_fails_before_anything_runs(server: Served) -
     assert [one.code for one in chats.errors.data] == ["mismatched_endpoint"] * 2
 
 
+@pytest.mark.slow
 def test_a_killed_driver_and_a_killed_queue_lose_nothing_and_a_cancelled_batch_stays_so(server: Served) -> None:
     client, offline = client_of(server.url), Offline()
     batch = create(client, good_lines(120, max_tokens=60, ignore_eos=True))
@@ -140,6 +141,6 @@ def test_metrics_count_batches(server: Served) -> None:
         own = [s for family in families for s in family.samples if s.name == "ray_skipdecode_serve_batches"]
         return {sample.labels["status"]: sample.value for sample in own}
 
-    wait_for(lambda: found().get("completed", 0) >= 2 and found()["cancelled"] == 1, server.process, timeout_s=60)
+    wait_for(lambda: found().get("completed", 0) >= 1 and found()["failed"] >= 2, server.process, timeout_s=60)
     assert found().keys() >= TERMINAL
     assert json.loads(server.get("/health").text)["status"] == "ok"
