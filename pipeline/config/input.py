@@ -43,6 +43,9 @@ class InputConfig(Section):
     continue_final_message: bool = False
     """Whether an answer continues the last message of its conversation, which must be the assistant's, as
     `continue_final_message` of transformers and vLLM; needs `messages_column`."""
+    sampling_column: Annotated[str, Field(min_length=1)] | None = None
+    """The column with sampling parameters of the row's own, a struct, map or JSON with keys of `sampling`; null: every
+    row has the run's."""
     id_column: Annotated[str, Field(min_length=1)] = "id"
     """The column with the id; a row without one gets an id made of its file and row number."""
     limit: Annotated[int, Field(ge=1)] | None = None

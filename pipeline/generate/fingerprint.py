@@ -23,6 +23,7 @@ from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 IMPLEMENTATION = "model.implementation"
+INPUT_KEYS = ("chat", "system", "continue_final_message", "sampling_column", "id_column", "too_long", "limit")
 NUM_SHOWN = 3  # input files that an error names
 
 
@@ -63,7 +64,19 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     for section, names in (
         ("sampling", None),
         ("prefill", None),
-        ("input", (*PROMPT_SOURCES, "chat", "system", "continue_final_message", "id_column", "too_long", "limit")),
+        (
+            "input",
+            (
+                *PROMPT_SOURCES,
+                "chat",
+                "system",
+                "continue_final_message",
+                "id_column",
+                "sampling_column",
+                "too_long",
+                "limit",
+            ),
+        ),
         ("limits", ("max_line_bytes",)),
     ):
         values: dict[str, Json] = getattr(config, section).model_dump(mode="json")

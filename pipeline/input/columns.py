@@ -215,6 +215,22 @@ def to_python(batch: pa.RecordBatch) -> list[dict[str, object]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
+def python_values(batch: pa.RecordBatch) -> tuple[list[dict[str, object]], dict[int, str]]:
+    """The rows as `to_python` gives them, and why the ones that cannot be read, which are empty, cannot."""
+    try:
+        return to_python(batch), {}
+    except ValueError:  # invalid UTF-8, or a time that Python does not have
+        found: list[dict[str, object]] = []
+    bad: dict[int, str] = {}
+    for row in range(batch.num_rows):
+        try:
+            found += to_python(batch[row : row + 1])
+        except ValueError as error:
+            found.append({})
+            bad[row] = str(error)
+    return found, bad
+
+
 def _as_python(value: Any, type_: pa.DataType) -> object:
     if value is None or not pa.types.is_nested(type_):
         return value

@@ -19,6 +19,7 @@ from pipeline.input.files import Listing
 from pipeline.input.ids import ROW_BITS, Locations, Rows
 from pipeline.input.openai_rows import WANTED_URL
 from pipeline.input.prompt_templates import check_format, check_templates, reads_column
+from pipeline.input.row_parameters import ROW_KEYS, check_sampling_column
 from pipeline.input.scan import FileScan
 from pipeline.schema import ID, PROMPT, PROMPT_TOKENS, SAMPLING, SOURCE_SCHEMA
 
@@ -92,10 +93,7 @@ class InputPlan:
         return replace(self, duplicates=tuple(np.split(local, cuts)), duplicate_of=tuple(np.split(firsts[order], cuts)))
 
 
-SAMPLING_NAMES: Final = frozenset(
-    "temperature top_p top_k min_p seed stop max_tokens max_new_tokens max_completion_tokens ignore_eos "
-    "repetition_penalty presence_penalty frequency_penalty logit_bias".split()
-)
+SAMPLING_NAMES: Final = ROW_KEYS | {"max_tokens", "max_completion_tokens", "min_tokens", "sampling_params"}
 PARTITION: Final = re.compile(r"([^=]+)=.+")
 """The name of a folder that stands for a column and its value."""
 
@@ -107,13 +105,14 @@ def columns_of(scans: Sequence[FileScan], format: str) -> set[str]:
 
 def unused_sampling(columns: Collection[str], format: str, config: InputConfig) -> str | None:
     """A remark on columns with the names of sampling parameters, which are carried through and do not sample."""
-    names = sorted(name for name in SAMPLING_NAMES & set(columns) if not reads_column(config, name))
+    used = {config.sampling_column, config.text_column, config.messages_column}
+    names = sorted(name for name in SAMPLING_NAMES & set(columns) - used if not reads_column(config, name))
     if format == "openai_batch" or not names:
         return None
     listed, verb = ", ".join(names), "does" if len(names) == 1 else "do"
     return (
-        f"input: the column{'s' * (len(names) > 1)} {listed} {verb} not change how rows are sampled: sampling.* holds "
-        "for all of them (lines of an OpenAI batch file bring parameters of their own)"
+        f"input: the column{'s' * (len(names) > 1)} {listed} {verb} not change how rows are sampled; "
+        "input.sampling_column names a column with parameters of each row, a struct or JSON"
     )
 
 
@@ -196,6 +195,7 @@ def _check_columns(listing: Listing, scans: Sequence[FileScan], config: InputCon
             "JSON Lines needs one object per line (a JSON array: jq -c '.[]')",
         )
     check_templates(config, names)
+    check_sampling_column(names, config)
     if listing.format == "text" and config.messages_column is None:
         return
     check_source(names, "the input", config)

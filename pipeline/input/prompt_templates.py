@@ -23,7 +23,9 @@ BATCH_MESSAGES = "messages"
 """The field of an OpenAI batch line that holds a conversation."""
 CONTINUES = "continue_final_message"
 """The field of an OpenAI batch line that says whether the last message is continued."""
-OF_LINES = ("template", "templates", "messages_column", "chat", "system", "continue_final_message")
+OF_LINES = (
+    "template", "templates", "messages_column", "chat", "system", "continue_final_message", "sampling_column"
+)  # fmt: skip
 """Keys that have no meaning for OpenAI batch lines, which say the same themselves."""
 ROW = "row"
 """The name by which templates get all columns of a row, unless the input has a column of that name."""
@@ -226,7 +228,8 @@ def check_format(format: str, config: InputConfig) -> None:
     if is_batch and (given := [key for key in OF_LINES if getattr(config, key)]):
         names = " and ".join(f"input.{key}" for key in given)
         raise ConfigError(
-            f"input.{given[0]}", f"OpenAI batch lines bring prompts or messages of their own; leave {names} out"
+            f"input.{given[0]}",
+            f"OpenAI batch lines bring prompts or messages, and sampling parameters, of their own; leave {names} out",
         )
     if not is_batch:
         check_chat_template_is_used(config)

@@ -17,21 +17,22 @@ from pipeline.input.columns import (
     cast_plain,
     cast_views,
     parquet_ids,
-    to_python,
+    python_values,
     to_text,
     without_invalid_utf8,
 )
-from pipeline.input.expansion import Documents, expand
+from pipeline.input.expansion import Documents, Expansion, expand
 from pipeline.input.files import SourceFile, open_stream
 from pipeline.input.formats import ARROW, BINARY, iter_rows
 from pipeline.input.id_matching import DoneRows
 from pipeline.input.ids import Mask, RowNames, Rows, already_used, describe_location, made_id, split_location
 from pipeline.input.input_plan import ROW_SCHEMA, InputPlan
 from pipeline.input.json_rows import to_json
-from pipeline.input.line_reader import BLOCK_BYTES, InputRow
+from pipeline.input.line_reader import BLOCK_BYTES, InputRow, RowError
 from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_oversized_rows
 from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
-from pipeline.schema import BAD_LINE, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS, SAMPLING
+from pipeline.input.row_parameters import row_parameters
+from pipeline.schema import BAD_LINE, BAD_PARAMETERS, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS
 
 READ_ROWS = 16384  # of Parquet at a time, while dictionaries stay encoded
 
@@ -99,6 +100,8 @@ def _read_rows(plan: InputPlan, index: int, config: InputConfig, rows_per_block:
         listing = plan.listing
         rows = iter_rows(stream, file.name, listing.format, config, listing.max_line_bytes, listing.expansion)
         for row in islice(rows, wanted):
+            if config.sampling_column is not None and not row.error_code:
+                set_parameters(row, config.sampling_column, listing.expansion, name_of(row, file, listing.format))
             block.append(row)
             num_bytes += row.num_bytes
             if len(block) == rows_per_block or num_bytes >= BLOCK_BYTES:
@@ -127,10 +130,23 @@ def _documents(rows: Sequence[InputRow], file: SourceFile, plan: InputPlan) -> D
     return Documents(
         pa.Table.from_arrays(arrays, schema=schema),
         num_bytes=[row.num_bytes for row in rows],
-        locations=[f"{file.name} {'row' if format == 'csv' else 'line'} {row.number + 1}" for row in rows],
+        locations=[name_of(row, file, format) for row in rows],
         fields=[prompt_fields(row, format) for row in rows],
         samples=[row.samples for row in rows] if format == "openai_batch" else (),
     )
+
+
+def name_of(row: InputRow, file: SourceFile, format: str) -> str:
+    """Where the row is, for messages."""
+    return f"{file.name} {'row' if format == 'csv' else 'line'} {row.number + 1}"
+
+
+def set_parameters(row: InputRow, column: str, expansion: Expansion, location: str) -> None:
+    """Takes the row's sampling parameters from a column, or marks it as failed."""
+    try:
+        row.sampling = row_parameters(row.fields.get(column), expansion)
+    except RowError as error:
+        row.fail(error.code, f"{location}: column {column!r} {error.reason}")
 
 
 def _read_batches(plan: InputPlan, index: int, config: InputConfig, rows_per_block: int) -> Blocks:
@@ -190,8 +206,8 @@ def _from_batch(
         missing = np.asarray(column.is_null()) & ~bad_prompts
         errors.set(missing, PROMPT_MISSING, f"column {source!r} is null")
     fields = _prompt_fields(batch, config, errors)
-    nothing = [pa.nulls(count, ROW_SCHEMA.field(name).type) for name in (PROMPT_TOKENS, SAMPLING)]
-    columns = [ids, prompts, *nothing, *errors.columns(), *extras]
+    own = _parameters(batch, config.sampling_column, plan.listing.expansion, errors)
+    columns = [ids, prompts, pa.nulls(count, ROW_SCHEMA.field(PROMPT_TOKENS).type), own, *errors.columns(), *extras]
     return Documents(
         pa.Table.from_arrays(columns, schema=plan.document_schema),
         num_bytes=sizes.tolist(),
@@ -201,22 +217,31 @@ def _from_batch(
     )
 
 
+def _parameters(batch: pa.RecordBatch, column: str | None, expansion: Expansion, errors: "_Errors") -> pa.Array:
+    """The rows' own sampling parameters as JSON, null where they have none."""
+    own: list[str | None] = [None] * batch.num_rows
+    if column is None or column not in batch.schema.names:
+        return pa.array(own, pa.string())
+    values, bad = python_values(batch.select([column]))
+    for row, value in enumerate(values):
+        try:
+            own[row] = row_parameters(value.get(column), expansion)
+        except RowError as error:
+            errors.set(np.arange(batch.num_rows) == row, error.code, f"column {column!r} {error.reason}")
+    for row, reason in bad.items():
+        errors.set(np.arange(batch.num_rows) == row, BAD_PARAMETERS, f"column {column!r} cannot be read: {reason}")
+    return pa.array(own, pa.string())
+
+
 def _prompt_fields(batch: pa.RecordBatch, config: InputConfig, errors: "_Errors") -> Sequence[Mapping[str, object]]:
     """The columns that prompts are rendered from, as Python values by row; empty for rows that cannot be converted."""
     part = batch.select(prompt_columns(config, batch.schema.names))
     if not part.num_columns:
         return [{}] * batch.num_rows
-    try:
-        return to_python(part)
-    except ValueError:  # invalid UTF-8, or a time that Python does not have
-        found = []
-    for row in range(batch.num_rows):
-        try:
-            found += to_python(part[row : row + 1])
-        except ValueError as error:
-            found.append({})
-            is_here = np.arange(batch.num_rows) == row
-            errors.set(is_here, BAD_LINE, f"a column of the prompt cannot be read: {error}")
+    found, bad = python_values(part)
+    for row, reason in bad.items():
+        is_here = np.arange(batch.num_rows) == row
+        errors.set(is_here, BAD_LINE, f"a column of the prompt cannot be read: {reason}")
     return found
 
 

@@ -20,14 +20,18 @@ from pipeline.input.columns import (
     is_id_type,
     is_prompt_type,
     own_columns,
+    python_values,
     to_python,
     to_text,
 )
 from pipeline.input.expansion import Documents, Expansion, expand
 from pipeline.input.input_plan import ROW_SCHEMA
+from pipeline.input.line_reader import RowError
 from pipeline.input.prompt_templates import Prompter, check_templates, prompt_columns
+from pipeline.input.row_parameters import check_sampling_column, row_parameters
 from pipeline.schema import (
     BAD_LINE,
+    BAD_PARAMETERS,
     PROMPT,
     PROMPT_MISSING,
     PROMPT_NOT_TEXT,
@@ -73,6 +77,7 @@ def check_columns(names: Collection[str], config: JobConfig) -> None:
             f"(dataset.rename_columns) or leave it out (dataset.drop_columns)",
         )
     check_templates(config.input, names)
+    check_sampling_column(names, config.input)
     try:
         check_source(names, "the dataset", config.input)
         check_chosen_id(names, "the dataset", config.input)
@@ -100,7 +105,7 @@ def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None
         "id": pa.array(ids, pa.string()),
         PROMPT: pa.array(prompts, pa.string()),
         PROMPT_TOKENS: pa.nulls(count, TOKENS),
-        SAMPLING: pa.nulls(count, pa.string()),
+        SAMPLING: pa.array(_parameters(table, config, codes, messages), pa.string()),
         "error_code": pa.array(codes, pa.string()),
         "error_message": pa.array(messages, pa.string()),
     }
@@ -111,6 +116,26 @@ def to_rows(table: pa.Table, config: JobConfig, prompter: Prompter | None = None
     locations = [f"row {id!r}" for id in ids]
     documents = Documents(rows, [rows.nbytes // max(count, 1)] * count, locations, fields, ())
     yield from expand(documents, expansion, schema, prompter, None, MADE_ROWS)
+
+
+def _parameters(table: pa.Table, config: JobConfig, codes: list[str], messages: list[str]) -> list[str | None]:
+    """The rows' own sampling parameters as JSON; a row whose parameters cannot be used is marked as failed."""
+    own: list[str | None] = [None] * table.num_rows
+    if (column := config.input.sampling_column) is None:
+        return own
+    expansion, first = Expansion.of(config.input, config.sampling), 0
+    for batch in table.select([column]).to_batches():
+        values, bad = python_values(batch)
+        for row, value in enumerate(values, first):
+            try:
+                if row - first in bad:
+                    raise RowError(BAD_PARAMETERS, f"cannot be read: {bad[row - first]}")
+                own[row] = row_parameters(value.get(column), expansion)
+            except RowError as error:
+                codes[row] = codes[row] or error.code
+                messages[row] = messages[row] or f"column {column!r} {error.reason}"
+        first += batch.num_rows
+    return own
 
 
 def _fields(table: pa.Table, source: InputConfig, codes: list[str], messages: list[str]) -> list[dict[str, object]]:

@@ -45,6 +45,8 @@ def check_sampling(config: "TokenizeConfig", overrides: str | None) -> tuple[Sam
         sampling = row_sampling(config.sampling, overrides)
         if overrides is not None:
             sampling.check_vocabulary(config.model.vocab_size)
+            if sampling.max_new_tokens == 0 and not sampling.prompt_logprobs:
+                raise ValueError("max_new_tokens: must be at least 1, got 0")
     except ValueError as error:
         return config.sampling, (BAD_PARAMETERS, str(error))
     return sampling, None

@@ -234,6 +234,7 @@ def test_prompts_in_bytes(tmp_path: Path, type_: pa.DataType) -> None:
         ({"prompt", "city"}, "parquet", {}, None),
         ({"temperature"}, "openai_batch", {}, None),
         ({"temperature"}, "jsonl", {"template": "{{ temperature }} degrees"}, None),
+        ({"sampling_params", "seed"}, "jsonl", {"sampling_column": "sampling_params"}, "the column seed does not"),
     ],
 )
 def test_columns_named_like_sampling_parameters_are_remarked_on(

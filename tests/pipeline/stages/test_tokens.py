@@ -1,5 +1,6 @@
 """Tokenise and finish on tables in this process: whatever one row makes a library raise is that row's failure alone."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,27 @@ def test_what_asks_for_the_answer_is_never_cut_off_a_chat(config: TokenizeConfig
     (cut,) = tokenize(long, config=replace(chat, too_long="truncate_left")).to_pylist()
     assert cut["error_code"] == ""
     assert Tokenizer(config.source, config.model).decode(cut["_prompt_tokens"]).endswith("answer:")
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"temperature": -1}, "temperature: must be a number of at least 0, got -1"),
+        ({"temperature": "hot"}, "temperature: must be a number of at least 0, got 'hot'"),
+        ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
+        ({"min_new_tokens": 9}, "min_new_tokens: must be at most max_new_tokens (8), got 9"),
+        ({"stop": [5]}, "stop: must be texts that are not empty, got (5,)"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias: token 100000 is not in the vocabulary of 320 tokens"),
+        ({"logit_bias": [1]}, "logit_bias: must be an object of token ids and biases, got [1]"),
+        ({"stop_token_ids": ["</s>"]}, "stop_token_ids: must be token ids, got ('</s>',)"),
+        ({"repetition_detection": {"min_count": 3}}, "repetition_detection: needs max_pattern_size"),
+        ({"repetition_detection": {"max_pattern_size": 0}}, "repetition_detection.max_pattern_size: must be 1 to"),
+        ({"repetition_detection": 5}, "repetition_detection: must be max_pattern_size, min_pattern_size"),
+    ],
+)
+def test_parameters_of_a_row_that_cannot_be_used_fail_it_alone(
+    config: TokenizeConfig, own: dict[str, Any], message: str
+) -> None:
+    got = tokenize(table(2, _sampling=[json.dumps(own), None]), config=config).to_pylist()
+    assert [row["error_code"] for row in got] == ["bad_parameters", ""]
+    assert got[0]["error_message"].startswith(message)
