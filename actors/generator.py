@@ -403,11 +403,19 @@ class Generator:
                 raise
             return None, described(error)
 
+    def compiled(self, request: Request) -> Request:
+        """The request with the grammar of its structured outputs; ValueError if there is none. From any thread."""
+        asked = request.sampling.structured_outputs
+        if asked is None or request.grammar is not None:
+            return request
+        return replace(request, grammar=self.tokenizer.grammars.compile(asked))
+
     def _run(
         self, batch: PlannedBatch, chosen: Sequence[Request], schedule: Schedule, goes_on: GoesOn = always
     ) -> BatchResult:
         if is_scored_alone(chosen[0]):
             return score_alone(self.model, chosen, together=not self.config.deterministic)
+        chosen = [self.compiled(request) for request in chosen]
         sharing = prefixes_in(batch, [request.prompt_tokens for request in chosen])
         decode_text = self.tokenizer.decode
         if isinstance(schedule, Lossless) or self.is_kept_full(schedule):

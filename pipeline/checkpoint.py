@@ -17,6 +17,7 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import adapted, check_folder
 from skipdecode.config.model import DecoderConfig, Quantization, WantedImplementation
+from skipdecode.config.structured_outputs import StructuredOutputs
 from skipdecode.schedules.from_config import check_whole_layers, complete_ffn_skip, make_schedule
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import Lossless, stored_drafts
@@ -65,7 +66,7 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
                 "sampling.max_new_tokens",
                 f"{new} leaves no room for a prompt in the model's {model_config.max_position_embeddings} positions",
             )
-        check_tokens(config, model_config)
+        check_tokens(config, model_config, tokenizer)
         model = ResolvedModel(folder, config.model.source, model_config, decode, adapter, tokenizer.front_text)
         remarks = [foreign_swiftkv(model, config), untuned(model, config), full_by_default(model, config)]
     except ValueError as error:
@@ -75,13 +76,19 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
     return model
 
 
-def check_tokens(config: JobConfig, model_config: DecoderConfig) -> None:
-    """ConfigError for token ids in `sampling` that the model does not have."""
+def check_tokens(config: JobConfig, model_config: DecoderConfig, tokenizer: Tokenizer) -> None:
+    """ConfigError for token ids in `sampling` that the model does not have, and for structured outputs that do not
+    compile."""
     for key, tokens in (("logit_bias", config.sampling.logit_bias), ("stop_token_ids", config.sampling.stop_token_ids)):
         if tokens and (largest := max(tokens)) >= model_config.vocab_size:
             raise ConfigError(
                 f"sampling.{key}", f"token {largest} is not in the model's vocabulary of {model_config.vocab_size}"
             )
+    if (asked := config.sampling.structured_outputs) is not None:
+        try:
+            tokenizer.grammars.compile(StructuredOutputs.of(asked))
+        except ValueError as error:
+            raise ConfigError.parse(f"sampling.{error}") from error
 
 
 def foreign_swiftkv(model: ResolvedModel, config: JobConfig) -> str | None:

@@ -47,6 +47,9 @@ LOGPROBS_TYPE: Final = pa.list_(pa.float32())
 TOP_TYPE: Final = pa.list_(pa.list_(pa.struct([("token", pa.int32()), ("logprob", pa.float32())])))
 
 
+IS_VALID: Final = "is_valid"
+
+
 class Asked(Protocol):
     """What a run asks for besides tokens (`sampling`)."""
 
@@ -54,16 +57,20 @@ class Asked(Protocol):
     def logprobs(self) -> int | None: ...
     @property
     def prompt_logprobs(self) -> bool: ...
+    @property
+    def structured_outputs(self) -> object | None: ...
 
 
 def score_schema(asked: Asked) -> pa.Schema:
-    """The columns of log-probabilities after those above, in runs that ask for them; null in failed rows."""
+    """The columns of log-probabilities, and of whether an answer has its structure, after those above, in runs that ask
+    for them; null in failed rows."""
     has_top = bool(asked.logprobs)
     fields = [
         (LOGPROBS, LOGPROBS_TYPE, asked.logprobs is not None),  # one per generated token
         (TOP_LOGPROBS, TOP_TYPE, has_top),  # the likeliest tokens in its place
         (PROMPT_LOGPROBS, LOGPROBS_TYPE, asked.prompt_logprobs),  # one per token of the prompt; null for the first
         (PROMPT_TOP_LOGPROBS, TOP_TYPE, has_top and asked.prompt_logprobs),
+        (IS_VALID, pa.bool_(), asked.structured_outputs is not None),  # false where the limit cut an answer off
     ]
     return pa.schema([pa.field(name, type_) for name, type_, is_on in fields if is_on])
 

@@ -64,6 +64,9 @@ class Generated:
     num_input_tokens: int
     logprobs: list[TokenLogprobs]
     """One per token where they were asked for, else empty."""
+    is_valid: bool | None = None
+    """Whether the text has its whole structure, which one that the limit cut off has not; None without
+    `structured_outputs`."""
 
 
 def load(
@@ -143,11 +146,13 @@ def generate(
         raise ValueError(f"ids: must be {len(texts)} texts, one for each prompt, got {ids!r}")
     row_ids = [str(number) for number in range(len(texts))] if ids is None else list(ids)
     schedule = model.schedule(max_new_tokens, prefill, decode)
+    asked = sampling.structured_outputs
+    grammar = None if asked is None else model.tokenizer.grammars.compile(asked)
     requests = []
     for row_id, tokens in zip(row_ids, model.tokenizer.encode(texts), strict=True):
         if not tokens:
             raise ValueError(f"row {row_id!r}: the prompt has no tokens, and this model has none that begins a text")
-        requests.append(Request(row_id, tokens, sampling, logprobs))
+        requests.append(Request(row_id, tokens, sampling, logprobs, grammar=grammar))
     refuse_too_long(requests, model.model.config.max_position_embeddings)
     return generate_requests(model, requests, schedule, batch_size)
 
@@ -176,6 +181,7 @@ def _generated(model: TextModel, request: Request, completion: Completion) -> Ge
         completion.ffns_run,
         len(request.prompt_tokens),
         completion.logprobs,
+        completion.is_valid,
     )
 
 

@@ -209,7 +209,8 @@ def test_the_subpackages_have_no_circle() -> None:
 
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["eval"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["eval"], *extras["structured-outputs"]]
     declared = {line.split("[")[0].split(">")[0].split("=")[0].strip() for line in lines}
     known = set(PACKAGES) | set(sys.stdlib_module_names)
     used = {

@@ -89,7 +89,7 @@ class Engine:
     def ticket(self, request: Request) -> Ticket:
         """The ticket of a request; raises ValueError if it can never run. Safe to call from any thread."""
         refuse_too_long([request], self.generator.model.config.max_position_embeddings)
-        return self._scheduler.ticket(request)
+        return self._scheduler.ticket(self.generator.compiled(request))
 
     def enqueue(self, ticket: Ticket) -> None:
         """Queues what `ticket` returned."""

@@ -4,14 +4,16 @@ Nothing that needs a cluster, a checkpoint or an input file is resolved here: `a
 `pipeline.generate.plan.plan_run`. The docstrings of the fields are what users read in docs/configuration.md.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from pipeline.config.input import InputConfig
 from pipeline.config.tree import ConfigError, Section, build_config, read_tree, set_key
+from pipeline.formatting import Json
 from skipdecode.checkpoint.hub import DEMO
 from skipdecode.config.model import (
     MAX_LOGPROBS,
@@ -21,6 +23,7 @@ from skipdecode.config.model import (
     WantedImplementation,
 )
 from skipdecode.config.sampling import MAX_BIAS, MAX_PATTERN_TOKENS, MAX_PENALTY
+from skipdecode.config.structured_outputs import StructuredOutputs
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.schedules.from_config import METHODS
 from skipdecode.schedules.lossless import MOST_DRAFTS
@@ -156,6 +159,20 @@ class SwiftKVSection(Section):
         return shape
 
 
+def read_schema(text: str) -> Json:
+    """A JSON schema from its own text, or from the file of that name; ValueError."""
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"json: no file with a schema: {error}") from error
+    try:
+        schema: Json = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"json: not a JSON schema: {error}") from error
+    return schema
+
+
 class RepetitionDetectionSection(Section):
     """When an answer counts as a loop."""
 
@@ -218,6 +235,24 @@ class SamplingConfig(Section):
     the prompt, the id and the seed."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     """How many answers each prompt gets, each in a row with its own id; more than 1 needs a `temperature`."""
+
+    structured_outputs: dict[str, Any] | None = None
+    """What every answer must look like, one of `json` (a schema, or a file with one), `json_object: true`, `regex`,
+    `choice` (a list of texts) and `grammar` (Lark or GBNF); null: anything. An answer that `max_new_tokens` cuts off is
+    not valid, as the column `is_valid` says."""
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _is_one_structure(cls, value: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        if isinstance(schema := value.get("json"), str):
+            value = value | {"json": read_schema(schema)}
+        StructuredOutputs.of(value)
+        for name in ("ignore_eos", "min_new_tokens"):
+            if info.data.get(name):
+                raise ValueError(f"excludes sampling.{name}: the grammar says where an answer ends")
+        return value
 
     @field_validator("n")
     @classmethod

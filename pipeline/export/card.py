@@ -37,6 +37,7 @@ SCORES: Final = {
     "logprobs": "log-probability of each generated token",
     "top_logprobs": "the most likely tokens at each position",
     "prompt_logprobs": "log-probability of each token of the prompt at full depth; null for the first",
+    "is_valid": "whether the answer has the structure that the run asked for; an answer that was cut off has not",
     "prompt_top_logprobs": "the most likely tokens at each position of the prompt",
 }
 """Columns of runs that ask for them; otherwise a column of that name comes from the corpus."""

@@ -31,7 +31,7 @@ from pipeline.input.json_rows import to_json
 from pipeline.input.line_reader import BLOCK_BYTES, InputRow, RowError
 from pipeline.input.memory_limits import block_cuts, own_rows, parquet_batches, row_sizes, without_oversized_rows
 from pipeline.input.prompt_templates import PromptMaker, prompt_columns, prompt_fields
-from pipeline.input.row_parameters import row_parameters
+from pipeline.input.row_parameters import arrow_parameters, row_parameters
 from pipeline.schema import BAD_LINE, BAD_PARAMETERS, DUPLICATE_ID, ID, PROMPT_MISSING, PROMPT_TOKENS
 
 READ_ROWS = 16384  # of Parquet at a time, while dictionaries stay encoded
@@ -225,7 +225,7 @@ def _parameters(batch: pa.RecordBatch, column: str | None, expansion: Expansion,
     values, bad = python_values(batch.select([column]))
     for row, value in enumerate(values):
         try:
-            own[row] = row_parameters(value.get(column), expansion)
+            own[row] = arrow_parameters(value.get(column), expansion)
         except RowError as error:
             errors.set(np.arange(batch.num_rows) == row, error.code, f"column {column!r} {error.reason}")
     for row, reason in bad.items():

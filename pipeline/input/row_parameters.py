@@ -31,15 +31,15 @@ def check_sampling_column(names: Collection[str], config: InputConfig) -> None:
 
 
 def row_parameters(value: object, expansion: Expansion) -> str | None:
-    """The parameters as JSON, None where a row has none; RowError for what they cannot be. Null values count as absent,
-    as a struct has them for the keys that other rows give."""
+    """The parameters as JSON, None where a row has none; RowError for what they cannot be. Null values count as
+    absent."""
     if isinstance(value, str):
         value = _parsed(value)
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise RowError(BAD_PARAMETERS, f"must be an object of sampling parameters, or its JSON, got {shown(value)}")
-    own = _without_nulls(value)
+    own = {str(name): given for name, given in value.items() if given is not None}
     own |= {name: whole(own[name]) for name in WHOLE_KEYS & own.keys()}  # a map's values are of one type
     for name in own:
         if name in OF_RUNS:
@@ -54,6 +54,11 @@ def row_parameters(value: object, expansion: Expansion) -> str | None:
         return to_json(own) if own else None
     except (TypeError, ValueError) as error:
         raise RowError(BAD_PARAMETERS, f"has a value that JSON does not have: {error}") from error
+
+
+def arrow_parameters(value: object, expansion: Expansion) -> str | None:
+    """`row_parameters` of a struct or map, whose nulls stand for keys that other rows have, at any depth."""
+    return row_parameters(_without_nulls(value) if isinstance(value, Mapping) else value, expansion)
 
 
 def _without_nulls(value: Mapping[object, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pipeline.formatting import Json
 from pipeline.openai_format.unsupported import BATCH, CHATS, COMMON, COMPLETIONS, WITHOUT_EFFECT, Unsupported
 from skipdecode.config.model import MAX_LOGPROBS
 from skipdecode.config.sampling import MAX_BIAS, MAX_PENALTY, RepetitionDetection
+from skipdecode.config.structured_outputs import StructuredOutputs
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 1000
@@ -76,6 +77,39 @@ class RequestParameters(BaseModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASED, fail_fast=True)] | None = None
     repetition_detection: dict[str, Integer] | None = None
     """vLLM's `max_pattern_size`, `min_pattern_size` and `min_count`; a largest pattern of 0 turns it off."""
+    response_format: dict[str, Any] | None = None
+    """OpenAI's `text`, `json_object` or `json_schema`; `strict` changes nothing, since every schema is kept."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's `json`, `json_object`, `regex`, `choice` or `grammar`."""
+
+    @field_validator("response_format")
+    @classmethod
+    def _check_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            _structure_of_format(value)
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _check_structure(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            if own := {name: own for name, own in (value or {}).items() if name not in _NO_STRUCTURE}:
+                StructuredOutputs.of(own)
+        except ValueError as error:
+            raise BadParameter("structured_outputs", f"is not valid: {error}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _check_one_structure(self) -> Self:
+        if self.structured_outputs and self.response_format and self.response_format.get("type") != "text":
+            raise BadParameter("structured_outputs", "excludes response_format; send one of them")
+        return self
+
+    def structure(self) -> dict[str, Any] | None:
+        """What the answer must look like, by the keys of `sampling.structured_outputs`."""
+        if self.structured_outputs:
+            return {name: own for name, own in self.structured_outputs.items() if name not in _NO_STRUCTURE} or None
+        return None if self.response_format is None else _structure_of_format(self.response_format)
 
     @field_validator("logit_bias")
     @classmethod
@@ -152,8 +186,35 @@ class RequestParameters(BaseModel):
             "min_new_tokens": self.min_tokens,
             "stop_token_ids": self.stop_token_ids,
             "repetition_detection": self.repetition_detection,
+            "structured_outputs": self.structure(),
         }
         return {name: value for name, value in own.items() if value is not None}
+
+
+_NO_STRUCTURE: Final = frozenset({"disable_any_whitespace", "disable_fallback"})
+"""Keys of vLLM's `structured_outputs` that change nothing here: there is hardly any whitespace, and one back end."""
+
+
+def _structure_of_format(value: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A `response_format` by the keys of `sampling.structured_outputs`; BadParameter."""
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise BadParameter(
+            "response_format", f"must have the type text, json_object or json_schema, got {shown(value)}"
+        )
+    inner = value.get("json_schema")
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
+        raise BadParameter("response_format", 'must have {"json_schema": {"name": ..., "schema": {...}}}')
+    structure = {"json": dict(inner["schema"])}
+    try:
+        StructuredOutputs.of(structure)
+    except ValueError as error:
+        raise BadParameter("response_format", f"is not valid: {error}") from error
+    return structure
 
 
 class CompletionParameters(RequestParameters):

@@ -32,7 +32,7 @@ WITHOUT_EFFECT: Final = frozenset(
 
 _SAMPLING = "this way of sampling is not supported"
 _TOOLS = "tool calling is not supported"
-_FORMATS = "structured outputs are not supported"
+_FORMATS = "use response_format or structured_outputs"
 _TEXT_ONLY = "the model reads and writes text alone"
 _REASONING = "the server does not tell reasoning from the rest of an answer"
 _TEMPLATE = "conversations are rendered by the chat template of the served model alone"
@@ -57,8 +57,6 @@ COMMON: Final[dict[str, Unsupported]] = {
     "logprob_token_ids": Unsupported("log-probabilities are those of the likeliest tokens"),
     "return_tokens_as_token_ids": Unsupported(_IDS, (False,)),
     "return_token_offsets": Unsupported("logprobs on /v1/completions has text_offset", (False,)),
-    "response_format": Unsupported(_FORMATS, ({"type": "text"},)),
-    "structured_outputs": Unsupported(_FORMATS),
     "guided_json": Unsupported(_FORMATS),
     "guided_regex": Unsupported(_FORMATS),
     "guided_choice": Unsupported(_FORMATS),

@@ -28,7 +28,7 @@ from pipeline.input.expansion import Documents, Expansion, expand
 from pipeline.input.input_plan import ROW_SCHEMA
 from pipeline.input.line_reader import RowError
 from pipeline.input.prompt_templates import Prompter, check_templates, prompt_columns
-from pipeline.input.row_parameters import check_sampling_column, row_parameters
+from pipeline.input.row_parameters import arrow_parameters, check_sampling_column
 from pipeline.schema import (
     BAD_LINE,
     BAD_PARAMETERS,
@@ -130,7 +130,7 @@ def _parameters(table: pa.Table, config: JobConfig, codes: list[str], messages: 
             try:
                 if row - first in bad:
                     raise RowError(BAD_PARAMETERS, f"cannot be read: {bad[row - first]}")
-                own[row] = row_parameters(value.get(column), expansion)
+                own[row] = arrow_parameters(value.get(column), expansion)
             except RowError as error:
                 codes[row] = codes[row] or error.code
                 messages[row] = messages[row] or f"column {column!r} {error.reason}"

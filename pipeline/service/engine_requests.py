@@ -119,8 +119,12 @@ class Prompts:
         try:
             sampling = base.with_parameters(own)
             sampling.check_vocabulary(self.generator.model.config.vocab_size)
+            if (structure := sampling.structured_outputs) is not None:
+                self.generator.tokenizer.grammars.compile(structure)
         except ValueError as error:
             name, _, reason = str(error).partition(": ")
+            if name.startswith("structured_outputs"):
+                name = "structured_outputs" if asked.structured_outputs else "response_format"
             raise BadParameter(REQUEST_NAMES.get(name, name), reason) from error
         return sampling
 

@@ -39,7 +39,9 @@ def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
     return base.with_parameters({name: value for name, value in own.items() if name not in NOT_SAMPLING})
 
 
-def check_sampling(config: "TokenizeConfig", overrides: str | None) -> tuple[Sampling, tuple[str, str] | None]:
+def check_sampling(
+    config: "TokenizeConfig", overrides: str | None, tokenizer: Tokenizer
+) -> tuple[Sampling, tuple[str, str] | None]:
     """A row's sampling, and the error code and message if its own parameters cannot be used."""
     try:
         sampling = row_sampling(config.sampling, overrides)
@@ -47,6 +49,8 @@ def check_sampling(config: "TokenizeConfig", overrides: str | None) -> tuple[Sam
             sampling.check_vocabulary(config.model.vocab_size)
             if sampling.max_new_tokens == 0 and not sampling.prompt_logprobs:
                 raise ValueError("max_new_tokens: must be at least 1, got 0")
+            if (asked := sampling.structured_outputs) is not None and asked != config.sampling.structured_outputs:
+                tokenizer.grammars.compile(asked)
     except ValueError as error:
         return config.sampling, (BAD_PARAMETERS, str(error))
     return sampling, None
@@ -102,7 +106,7 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
                 tokens[row] = given[row] or list(tokenizer.front)
                 known = [token for token in given[row] if token < config.model.vocab_size]
                 prompts[row] = prompts[row] or tokenizer.decode(known)
-            sampling, problem = check_sampling(config, samplings[row])
+            sampling, problem = check_sampling(config, samplings[row], tokenizer)
             # a chat template may begin with another token
             is_bare = is_rendered[row] and tokens[row][: len(tokenizer.front)] != list(tokenizer.front)
             front = () if is_bare else tokenizer.front

@@ -10,6 +10,7 @@ from actors.generator import Answer, RowFailure
 from pipeline.openai_format.parameters import asks_for_choice
 from pipeline.schema import (
     ID,
+    IS_VALID,
     LOGPROBS,
     PROMPT_LOGPROBS,
     PROMPT_TOKENS,
@@ -98,7 +99,7 @@ def make_request(id: str, tokens: list[int], sampling: Sampling) -> Request:
 
 
 def score_columns(asked: Asked, answers: Sequence[Completion | None]) -> dict[str, pa.Array]:
-    """The columns of log-probabilities that a run asks for (`schema.score_schema`), null where an answer is None."""
+    """The columns that a run asks for (`schema.score_schema`), null where an answer is None."""
     made = {field: [answer and VALUES[field.name](answer) for answer in answers] for field in score_schema(asked)}
     return {field.name: pa.array(values, field.type) for field, values in made.items()}
 
@@ -116,10 +117,11 @@ def _prompt(values: Sequence[object]) -> list[object]:
     return [None, *values]
 
 
-VALUES: Final[dict[str, "Callable[[Completion], Sequence[object]]"]] = {
+VALUES: Final[dict[str, "Callable[[Completion], object]"]] = {
     LOGPROBS: lambda answer: _own(answer.logprobs),
     TOP_LOGPROBS: lambda answer: _top(answer.logprobs),
     PROMPT_LOGPROBS: lambda answer: _prompt(_own(answer.prompt_logprobs or [])),
     PROMPT_TOP_LOGPROBS: lambda answer: _prompt(_top(answer.prompt_logprobs or [])),
+    IS_VALID: lambda answer: answer.is_valid,
 }
 """Column -> its value for an answer."""

@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
 from skipdecode.checkpoint.detokenizer import TextDecoder
+from skipdecode.checkpoint.grammar import GrammarCompiler
 from skipdecode.checkpoint.hub import resolve_source, why_unreadable
 from skipdecode.checkpoint.tokenizer_files import eos_token, load_folder, load_opt_folder
 from skipdecode.config.model import DecoderConfig
@@ -33,6 +34,8 @@ class Tokenizer:
     def __init__(self, source: str | Path, config: DecoderConfig) -> None:
         folder = resolve_source(str(source))
         self._rules = config.tokenizer_rules
+        self._vocab_size, self._ends = config.vocab_size, config.eos_token_ids
+        self._grammars: GrammarCompiler | None = None
         try:
             self._tokenizer = self._load(folder, config)
             self._refuse_growth(folder)
@@ -106,6 +109,13 @@ class Tokenizer:
         ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
         named = vocabulary.get(eos_token(folder)) if len(ends) > 1 and folder.is_dir() else None
         return named if named in ends else next(iter(ends), None)
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles structured outputs for this vocabulary."""
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._tokenizer.to_str(), self._vocab_size, self._ends)
+        return self._grammars
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """One list of tokens per text, including the special tokens of the model."""

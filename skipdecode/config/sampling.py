@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from skipdecode.config.model import MAX_LOGPROBS
+from skipdecode.config.structured_outputs import StructuredOutputs
 
 MAX_BIAS = 100.0  # OpenAI
 MAX_PENALTY = 2.0  # OpenAI: presence and frequency, in both directions
@@ -66,6 +67,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a row as EOS does, even with `ignore_eos` (vLLM); they have no text."""
     repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must look like, up to its EOS."""
 
     @classmethod
     def names(cls) -> frozenset[str]:
@@ -83,12 +86,18 @@ class Sampling:
             changed["logit_bias"] = bias_pairs(changed["logit_bias"])
         if isinstance(detection := changed.get("repetition_detection"), Mapping):
             changed["repetition_detection"] = _detection(detection)
+        if isinstance(structure := changed.get("structured_outputs"), Mapping):
+            try:
+                changed["structured_outputs"] = StructuredOutputs.of(structure)
+            except ValueError as error:
+                raise ValueError(f"structured_outputs: {error}") from error
         return replace(self, **changed)
 
     @property
     def processes_logits(self) -> bool:
         """Whether tokens are chosen from other logits than the model's (`skipdecode.engine.logits_processor`)."""
-        return self.penalizes or bool(self.logit_bias) or self.min_new_tokens > 0 or self.has_min_p
+        is_biased = self.penalizes or bool(self.logit_bias) or self.min_new_tokens > 0 or self.has_min_p
+        return is_biased or self.structured_outputs is not None
 
     @property
     def penalizes(self) -> bool:
@@ -133,9 +142,18 @@ class Sampling:
                 isinstance(self.repetition_detection, RepetitionDetection | None),
                 "max_pattern_size, min_pattern_size and min_count",
             ),
+            (
+                "structured_outputs",
+                isinstance(self.structured_outputs, StructuredOutputs | None),
+                "an object with json, json_object, regex, choice or grammar",
+            ),
         ):
             if not is_valid:
                 raise ValueError(f"{name}: must be {wanted}, got {getattr(self, name)!r}")
+        if self.structured_outputs is not None:
+            for name in ("ignore_eos", "min_new_tokens"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}: excludes structured_outputs, whose grammar says where an answer ends")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens: must be at most max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"

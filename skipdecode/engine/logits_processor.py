@@ -2,6 +2,7 @@
 
 In this order, in float32: `logit_bias`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
 `min_new_tokens`. Definitions and order are those of transformers' processors, and OpenAI's for presence and frequency.
+Structured outputs then leave the tokens that the row's grammar allows.
 `min_p` looks at what temperature, top_k and top_p leave, so for rows that have it these are applied here too, and
 `skipdecode.model.sampler` has nothing left to cut.
 
@@ -71,6 +72,31 @@ class TokenCounts:
             self._counts[at] += times
 
 
+class GrammarState:
+    """The matcher of a row with structured outputs."""
+
+    def __init__(self, row: Row) -> None:
+        grammar = row.request.grammar
+        assert grammar is not None, f"row {row.request.id!r}: structured outputs are not compiled"
+        self._row, self.matcher = row, grammar.matcher()
+        self._num_read = 0  # of the row's tokens
+        self._drafted: list[int] = []
+
+    def move_to(self, drafted: list[int]) -> bool:
+        """Moves behind the row's tokens and `drafted`; False if the grammar forbids these, and no token may follow."""
+        new, kept = self._row.tokens[self._num_read :], self._drafted
+        if new or kept != drafted[: len(kept)]:
+            self.matcher.rollback(len(kept))
+            kept = []
+        accepted = self.matcher.accept(new)
+        assert accepted == len(new), f"row {self._row.request.id!r}: its grammar forbids a token that was chosen"
+        self._num_read += len(new)
+        more = drafted[len(kept) :]
+        accepted = self.matcher.accept(more)
+        self._drafted = [*kept, *more[:accepted]]
+        return accepted == len(more)
+
+
 class _Change(NamedTuple):
     """One kind of change: a row of the batch, a token and a value for each logit that it concerns."""
 
@@ -99,10 +125,23 @@ class LogitsProcessor:
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos = tuple(eos_token_ids)
         self._counts: dict[Row, TokenCounts] = {}
+        self._grammars: dict[Row, GrammarState] = {}
 
     def keep(self, rows: Collection[Row]) -> None:
         """Forgets all other rows."""
         self._counts = {row: counts for row, counts in self._counts.items() if row in rows}
+        self._grammars = {row: state for row, state in self._grammars.items() if row in rows}
+
+    def num_allowed(self, row: Row, tokens: list[int]) -> int:
+        """How many of the tokens, as drafts of the row, its grammar allows."""
+        if row.request.grammar is None:
+            return len(tokens)
+        state = self._state(row)
+        state.move_to([])
+        return state.matcher.num_allowed(tokens)
+
+    def _state(self, row: Row) -> GrammarState:
+        return self._grammars.get(row) or self._grammars.setdefault(row, GrammarState(row))
 
     def __call__(self, logits: Tensor, rows: Sequence[Row], drafted: Sequence[list[int]] = ()) -> Tensor:
         """The logits [B, V] to choose from, float32 where anything changes; `logits` are left as they are.
@@ -115,6 +154,7 @@ class LogitsProcessor:
             return logits
         made = logits.to(torch.float32, copy=True)
         self._change(made, asking, rows, drafted)
+        self._mask(made, asking, rows, drafted)
         limited = [at for at in asking if rows[at].request.sampling.has_min_p]
         if limited:
             where = to_device(limited, made.device)
@@ -122,6 +162,24 @@ class LogitsProcessor:
                 made[where], *limits([rows[at].request.sampling for at in limited], made.device)
             )
         return made
+
+    def _mask(self, logits: Tensor, asking: Sequence[int], rows: Sequence[Row], drafted: Sequence[list[int]]) -> None:
+        """Leaves what the grammars of the rows `asking` allow, in place."""
+        structured = [at for at in asking if rows[at].request.sampling.structured_outputs is not None]
+        if not structured:
+            return
+        bits, masked = np.empty((len(structured), -(-logits.shape[-1] // 32)), np.int32), list[int]()
+        for at in structured:
+            state = self._state(rows[at])
+            if state.move_to(drafted[at] if drafted else _NOTHING):  # else a draft before it will be refused
+                state.matcher.fill(bits[len(masked)])
+                masked.append(at)
+        if masked:
+            packed = to_device(bits[: len(masked)].view(np.uint8), logits.device)
+            shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+            allowed = ((packed[..., None] >> shifts) & 1).flatten(1)[:, : logits.shape[-1]]  # [n, V]
+            where = to_device(masked, logits.device)
+            logits[where] = logits[where].masked_fill(allowed == 0, -torch.inf)
 
     def _change(self, logits: Tensor, asking: Sequence[int], rows: Sequence[Row], drafted: Sequence[list[int]]) -> None:
         """Changes single logits of the rows `asking`, in place."""

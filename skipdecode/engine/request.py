@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from skipdecode.checkpoint.detokenizer import StopStringSearch
+from skipdecode.checkpoint.grammar import Grammar
 from skipdecode.config.sampling import RepetitionDetection, Sampling
 from skipdecode.engine.results import Completion, TokenLogprobs
 from skipdecode.schedules.schedule import Schedule
@@ -27,6 +28,8 @@ class Request:
     """If given, the log-probabilities of each new token and of this many most likely ones are wanted."""
     score_prompt: bool = False
     """Whether the log-probabilities of the prompt's tokens are wanted too."""
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
+    """`sampling.structured_outputs`, compiled for the model."""
 
 
 class Row:
@@ -113,7 +116,9 @@ def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
         if row.layers:
             layers, ran = sum(row.layers), sum(row.ffns)
         logprobs = row.logprobs[: len(row.tokens)]
-        completions.append(Completion(row.tokens, row.finish_reason, layers, ran, logprobs))
+        grammar = row.request.grammar
+        is_valid = None if grammar is None else grammar.matches(row.tokens)
+        completions.append(Completion(row.tokens, row.finish_reason, layers, ran, logprobs, is_valid=is_valid))
     return completions
 
 

@@ -28,6 +28,8 @@ class Completion:
     """One entry per token if requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """One entry per prompt token but the first, if requested."""
+    is_valid: bool | None = None
+    """Whether the text is all that its grammar asks for, which one that the limit cut off is not; None without one."""
 
 
 @dataclass

@@ -169,6 +169,8 @@ class SpeculativeBatch(ContinuousBatch):
             wanted=decision.layer_tokens,
         )
         length, tokens = self._proposer.propose(row, decision.ngram_tokens, draft.limit)
+        if self._is_processed:
+            tokens = tokens[: self._process.num_allowed(row, tokens)]
         rates = self._controller.acceptance.rates
         if tokens and (not decision.layer_tokens or rates[length] >= rates[LAYERS]):
             draft.add(tokens, length)

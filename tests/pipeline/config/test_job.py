@@ -93,7 +93,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
         "ignore_eos": False, "deterministic": False, "logprobs": None, "prompt_logprobs": False, "n": 1,
         "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
-        "min_new_tokens": 0, "stop_token_ids": [], "repetition_detection": None,
+        "min_new_tokens": 0, "stop_token_ids": [], "repetition_detection": None, "structured_outputs": None,
     }  # fmt: skip
     assert config["input"] == {
         "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
@@ -198,6 +198,11 @@ def test_the_tree_is_frozen() -> None:
         ("sampling.logit_bias={5: 101}", "sampling.logit_bias"),
         ("sampling.logit_bias={a: 1}", "sampling.logit_bias"),
         ("sampling.presence_penalty=2.5", "sampling.presence_penalty: "),
+        ("sampling.structured_outputs={}", "sampling.structured_outputs: give one of json, json_object, regex, choice"),
+        ("sampling.structured_outputs={schema: {}}", "sampling.structured_outputs: 'schema' is not known"),
+        ("sampling.structured_outputs={json: no.json}", "sampling.structured_outputs: json: no file with a schema: "),
+        ("sampling.structured_outputs={json: '{'}", "sampling.structured_outputs: json: not a JSON schema: "),
+        ("sampling.structured_outputs={choice: yes}", "sampling.structured_outputs: choice: must be a list of texts"),
         ("sampling.repetition_detection={min_count: 2}", "sampling.repetition_detection.max_pattern_size: "),
         (
             "sampling.repetition_detection={max_pattern_size: 2, min_pattern_size: 3}",

@@ -95,6 +95,14 @@ def test_what_is_no_object_of_parameters_fails_its_row(tmp_path: Path, value: st
     assert reason in staged[0]["error_message"]
 
 
+def test_nulls_of_a_schema_stay_where_they_are_its_own(tmp_path: Path) -> None:
+    own = {"structured_outputs": {"json": {"properties": {"a": {"const": None}}}}}
+    wanted = Sampling().with_parameters(own)
+    lines = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "how": own}, {"prompt": "b", "how": json.dumps(own)}])
+    for row in read_rows(lines, sampling_column="how"):
+        assert row_sampling(Sampling(), row["_sampling"]) == wanted
+
+
 def test_samples_at_temperature_0_are_refused() -> None:
     with pytest.raises(RowError, match="temperature must be above 0: 3 answers at 0 are the same"):
         row_parameters({"temperature": 0}, Expansion(("",), 3, 1.0))

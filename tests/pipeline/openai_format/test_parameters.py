@@ -15,6 +15,7 @@ from pipeline.openai_format.parameters import BadParameter, ChatLine, Completion
 from pipeline.openai_format.unsupported import BATCH, CHATS, COMPLETIONS, WITHOUT_EFFECT
 from pipeline.service.requests import ChatRequest, CompletionRequest
 from skipdecode.config.sampling import RepetitionDetection, Sampling
+from skipdecode.config.structured_outputs import StructuredOutputs
 
 ROOT = Path(__file__).parents[3]
 DEFAULTS = json.loads((ROOT / "tests" / "support" / "recorded" / "vllm_defaults.json").read_text())
@@ -80,6 +81,12 @@ def test_null_and_labels_are_let_through() -> None:
         ("stop_token_ids", [-1], "stop_token_ids must be greater than or equal to 0, got -1"),
         ("repetition_detection", {"max_pattern_size": 3, "min_count": 1}, "repetition_detection is not valid"),
         ("repetition_detection", {"max_pattern_size": 3, "sizes": 1}, "repetition_detection is not valid"),
+        ("response_format", {"type": "xml"}, "response_format must have the type text, json_object or json_schema"),
+        ("response_format", {"type": "json_schema"}, 'response_format must have {"json_schema": {"name": ...'),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}, "response_format must have"),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}, "structured_outputs is not valid: give one of"),
+        ("structured_outputs", {"structural_tag": "a"}, "structured_outputs is not valid: 'structural_tag' is not"),
+        ("guided_json", {}, "guided_json must be null, got {}: use response_format or structured_outputs"),
         ("skip_special_tokens", 1, "skip_special_tokens must be true or null, got 1: texts are without special tokens"),
         ("reasoning_effort", "low", 'reasoning_effort must be null, got "low": the server does not tell reasoning'),
         ("chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs must be {} or null, got"),
@@ -116,6 +123,31 @@ def test_sampling_parameters_have_the_names_of_sampling() -> None:
     )  # fmt: skip
     off = parse(ChatRequest, {"repetition_detection": {"max_pattern_size": 0, "min_pattern_size": 0, "min_count": 0}})
     assert off.sampling() == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "structure"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs("json_object", "")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}}}},
+            StructuredOutputs("json", '{"type": "null"}'),
+        ),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, StructuredOutputs("json", '{"type": "null"}')),
+        ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, StructuredOutputs("choice", '["a", "b"]')),
+        (
+            {"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}},
+            StructuredOutputs("regex", "a+"),
+        ),
+    ],
+)
+def test_structures_are_those_of_openai_and_vllm(asked: dict[str, Any], structure: StructuredOutputs | None) -> None:
+    for kind in (ChatRequest, CompletionLine):
+        assert Sampling().with_parameters(parse(kind, asked).sampling()).structured_outputs == structure
+    with pytest.raises(BadParameter, match="structured_outputs excludes response_format"):
+        parse(ChatRequest, {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}})
 
 
 def test_a_stream_option_that_asks_for_nothing_needs_no_stream() -> None:

@@ -1,0 +1,124 @@
+"""Grammars for structured outputs: a constraint compiled for a model's vocabulary, and its matcher for one answer.
+
+llguidance compiles and matches (docs/decisions/016-structured-outputs.md). It refuses what of JSON Schema it does not
+have, where others ignore it. JSON has at most one space between its parts, so that no answer is an endless indentation.
+No torch: masks are bits in numpy.
+
+V vocabulary.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.config.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WHITESPACE = "[ ]?"
+MAX_REASON_CHARS = 500
+MAX_COMPILED = 256
+"""Grammars that are kept compiled."""
+
+
+class GrammarMatcher:
+    """Where in its grammar one answer is."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        """Moves on by as many of the tokens as the grammar allows; how many these are."""
+        return int(self._matcher.try_consume_tokens(list(tokens)))
+
+    def rollback(self, count: int) -> None:
+        """Takes the last tokens back."""
+        if count:
+            self._matcher.rollback(count)
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens the grammar would allow from here on."""
+        return int(self._matcher.validate_tokens(list(tokens)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far is all that the grammar asks for."""
+        return bool(self._matcher.is_accepting())
+
+    def fill(self, bits: "np.ndarray") -> None:
+        """Writes which tokens may follow, a bit each, into contiguous int32 [ceil(V / 32)]; RuntimeError where the
+        grammar is too complex to say."""
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            raise RuntimeError(f"structured_outputs: {_reason(self._matcher.get_error())}")
+        if not self.is_complete:  # a token that ends answers may have a text, too
+            for token in self._ends:
+                bits.view("uint8")[token >> 3] &= ~(1 << (token & 7)) & 255
+
+
+class Grammar:
+    """A compiled constraint, which answers may share."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._start, self._ends = matcher, ends
+
+    def matcher(self) -> GrammarMatcher:
+        """At the beginning of an answer."""
+        return GrammarMatcher(self._start.deep_copy(), self._ends)
+
+    def matches(self, tokens: Sequence[int]) -> bool:
+        """Whether the tokens, up to one that ends an answer, are a whole text of the grammar."""
+        text = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+        matcher = self.matcher()
+        return matcher.accept(text) == len(text) and matcher.is_complete
+
+
+class GrammarCompiler:
+    """Compiles constraints for one vocabulary."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """`tokenizer_json`: as the library tokenizers writes it. ValueError where answers could not end."""
+        ends = [token for token in eos_token_ids if 0 <= token < vocab_size]
+        if not ends:
+            raise ValueError("structured_outputs: this model has no end-of-text token, which ends them")
+        try:
+            import llguidance  # only answers with a structure need it
+        except ModuleNotFoundError as error:
+            raise ValueError("structured_outputs: need the package llguidance: pip install llguidance") from error
+
+        self._llguidance, self._ends = llguidance, ends
+        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=ends)
+        self.compile = lru_cache(MAX_COMPILED)(self._compile)
+
+    def _compile(self, asked: StructuredOutputs) -> Grammar:
+        """ValueError with the library's reason for a constraint that cannot be kept."""
+        matcher_class = self._llguidance.LLMatcher
+        try:
+            matcher = matcher_class(self._tokenizer, self._source(asked), log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # expressions are built where they are needed
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.{asked.kind}: {_reason(str(error))}") from error
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs.{asked.kind}: {_reason(matcher.get_error())}")
+        return Grammar(matcher, self._ends)
+
+    def _source(self, asked: StructuredOutputs) -> str:
+        """The grammar in the library's form."""
+        matcher = self._llguidance.LLMatcher
+        if asked.kind in ("json", "json_object"):
+            schema = json.loads(asked.text) if asked.kind == "json" else {"type": "object"}
+            if isinstance(schema, bool):
+                schema = {} if schema else {"not": {}}
+            options = {"whitespace_pattern": WHITESPACE}
+            return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+        if asked.kind == "regex":
+            return str(matcher.grammar_from_regex(asked.text))
+        return str(self._llguidance.grammar_from(asked.kind, asked.text))
+
+
+def _reason(message: str) -> str:
+    """The library's message without the state of the parser, cut short."""
+    return " ".join(message.partition("<state>")[0].split())[:MAX_REASON_CHARS]

@@ -1,0 +1,86 @@
+"""Structured outputs over real HTTP, as OpenAI's client asks for them: parsed by pydantic, streamed, and the same
+tokens as a batch line with that body. A random model, so what it says without a structure is never JSON."""
+
+import json
+import re
+from typing import Annotated, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from actors.generator import Generator
+from pipeline.openai_format.parameters import ChatLine
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import Completion
+from tests.support.chat_service import USER, client, generator, refused, rendered, url
+
+pytest.importorskip("llguidance")
+
+__all__ = ["client", "generator", "url"]  # fixtures
+
+
+class Place(BaseModel):
+    food: Literal["Italian", "French"]
+    rating: Annotated[int, Field(ge=1, le=5)]
+    is_open: bool
+
+
+SCHEMA = Place.model_json_schema() | {"additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+
+
+def test_answers_are_parsed_by_pydantic(client: openai.OpenAI) -> None:
+    made = client.chat.completions.parse(
+        model="tiny", messages=USER, max_tokens=80, temperature=1, seed=5, response_format=Place, n=3
+    )
+    assert [choice.finish_reason for choice in made.choices] == ["stop"] * 3
+    assert all(isinstance(choice.message.parsed, Place) for choice in made.choices)
+
+
+def test_an_answer_that_is_cut_off_is_no_json_and_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model="tiny", messages=USER, max_tokens=4, response_format=Place)
+
+
+def test_streams_batch_lines_and_runs_give_the_same_tokens(client: openai.OpenAI, generator: Generator) -> None:
+    body = {"temperature": 1, "seed": 3, "max_tokens": 80, "response_format": FORMAT}
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=USER,
+        stream=True,
+        extra_body={"row_id": "a"},
+        **body,  # type: ignore[call-overload]
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    Place.model_validate_json(text)
+    line = ChatLine.parse(body | {"messages": USER}, ignored={"messages"})
+    sampling = Sampling().with_parameters(line.row_parameters())
+    (answer,) = generator([Request("a", rendered(generator, USER), sampling)]).answers
+    assert isinstance(answer, Completion)
+    assert (generator.tokenizer.decode(answer.tokens), answer.finish_reason, answer.is_valid) == (text, "stop", True)
+
+
+def test_completions_take_vllms_parameter(client: openai.OpenAI) -> None:
+    made = client.completions.create(
+        model="tiny",
+        prompt=["ab", "c"],
+        max_tokens=30,
+        extra_body={"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}},
+    )
+    assert all(re.fullmatch("[a-f]{3}-[0-9]{2}", choice.text) for choice in made.choices)
+    made = client.completions.create(
+        model="tiny", prompt="ab", max_tokens=30, extra_body={"response_format": {"type": "json_object"}}, temperature=0
+    )
+    assert made.choices[0].finish_reason == "length" or isinstance(json.loads(made.choices[0].text), dict)
+
+
+def test_a_schema_that_cannot_be_kept_is_refused_with_the_reason(client: openai.OpenAI) -> None:
+    bad = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array", "uniqueItems": True}}}
+    param, code, message = refused(client, response_format=bad)
+    assert (param, code) == ("response_format", "invalid_value")
+    assert "Unimplemented keys" in message
+    param, code, message = refused(client, extra={"structured_outputs": {"regex": "["}})
+    assert (param, code) == ("structured_outputs", "invalid_value")
+    assert "unclosed character class" in message
