@@ -182,6 +182,9 @@ class FinetuneOutput(OutputConfig):
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Type of the stored weights; null: bfloat16, or with `train.trainable=swiftkv` that of `model.source`, or with
     `train.lora` float32."""
+    model_type: Literal["llama_swiftkv"] | None = None
+    """`model_type` of the written config.json; null: that of the model. llama_swiftkv: the layout of Snowflake's
+    checkpoints for a Llama with `model.swiftkv`, which ArcticInference loads, and transformers alone does not."""
 
 
 class FinetuneConfig(Section):

@@ -4,6 +4,7 @@ Training is that of `finetune` with the recipe of the paper as defaults. `init_s
 point, which is enough to run and time SwiftKV, although its texts are far from the teacher's.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -18,7 +19,7 @@ from pipeline.formatting import Json, Log
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig, FinetuneData
 from pipeline.training.tokenized_pairs import encode, make_tokenizer, refuse_bad_rows, scan
-from pipeline.training.training_plan import stored_dtype, train_config
+from pipeline.training.training_plan import stored_dtype, train_config, written_as
 from pipeline.training.training_records import fitting
 from skipdecode.checkpoint.hub import DEMO
 from skipdecode.checkpoint.weights import load_model, save_model
@@ -95,6 +96,7 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
         shape = config.model.swiftkv.shape(model_config)
     except ValueError as error:
         raise ConfigError.parse(f"model.{error}") from error
+    written_as(config, replace(model_config, swiftkv=shape))
     if model_config.swiftkv is not None:
         log(f"model.source: SwiftKV's weights in {config.model.source} are left out, and made anew from its own")
     dtype = getattr(torch, stored_dtype(config, model_config))
@@ -108,6 +110,7 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
             recipe = train_config(config.train)
             fit_swiftkv(model, pairs, recipe, lambda line: lines.append(fitting(line["fitted"], line["fit_pairs"])))
     with written_whole(target) as staging:
+        model.config = written_as(config, model.config)
         save_model(model, staging, dtype=dtype)
         for name, content in tokenizer_files(folder).items():
             (staging / name).write_bytes(content)

@@ -34,6 +34,7 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import check_folder
 from skipdecode.config.model import DecoderConfig, SwiftKVConfig
 from skipdecode.families import OPTConfig
+from skipdecode.families.llama_swiftkv import as_llama_swiftkv
 from skipdecode.training.lora import LoraShape, check_start, linear_names
 
 WARMUP_SHARE = 0.1  # of all steps, where the warm-up that was asked for has no room
@@ -81,6 +82,7 @@ def plan_training(config: FinetuneConfig, log: Log) -> PlannedTraining:
         done = "are where training starts" if before == model_config.swiftkv else f"are left out: {wanted}"
         unused = "; train.fit_pairs is not used" if before == model_config.swiftkv and config.train.fit_pairs else ""
         log(f"model.source: SwiftKV's weights in {config.model.source} {done}{unused}")
+    model_config = written_as(config, model_config)
     default, trained = check_schedules(config.train, model_config)
     if config.train.trainable == "all":
         model_config = replace(model_config, skip_decode=default, trained_schedules=trained, ffn_skip=None, drafts=None)
@@ -193,6 +195,16 @@ def _check_swiftkv(config: FinetuneConfig, model_config: DecoderConfig) -> Swift
     return shape
 
 
+def written_as(config: FinetuneConfig, model_config: DecoderConfig) -> DecoderConfig:
+    """The configuration that will be written, as `output.model_type` says."""
+    if config.output.model_type is None:
+        return model_config
+    try:
+        return as_llama_swiftkv(model_config)
+    except ValueError as error:
+        raise ConfigError("output.model_type", str(error)) from error
+
+
 def check_lora(config: FinetuneConfig, model_config: DecoderConfig) -> LoraShape | None:
     """The shape of the adapter; None: none is asked for. ConfigError for what it cannot be combined with."""
     asked = config.train.lora
@@ -207,6 +219,10 @@ def check_lora(config: FinetuneConfig, model_config: DecoderConfig) -> LoraShape
         )
     if config.train.parallel == "fsdp":
         raise ConfigError("train.parallel", "fsdp does not shard adapters; use ddp, or leave train.lora out")
+    if model_config.model_type == "granite":
+        raise ConfigError(
+            "train.lora", "Granite's multipliers are folded into the weights that adapters change; leave train.lora out"
+        )
     known = linear_names(model_config)
     targets = tuple(known) if asked.targets is None else tuple(dict.fromkeys(asked.targets))
     if unknown := [name for name in targets if name not in known]:

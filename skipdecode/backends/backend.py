@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends.torch_sampling import pick_by_sort
-from skipdecode.config.model import Quantization
+from skipdecode.config.model import FeedForwardKind, Quantization
 
-Activation = Literal["none", "relu", "swiglu"]
-"""What follows a product. `swiglu`: silu(gate) * up of its outputs [gate; up]."""
+Activation = Literal["none", "relu", "swiglu", "geglu"]
+"""What follows a product. `swiglu`: silu(gate) * up of its outputs [gate; up]; `geglu`: gelu(gate) * up, by tanh."""
+GATED: tuple[Activation, ...] = ("swiglu", "geglu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +42,30 @@ class LayerShape:
     """Norms before the sublayers, not after their residuals."""
     norm: Literal["layer", "rms"] = "layer"
     """`rms`: x / sqrt(mean(x^2) + epsilon) * weight, without a bias."""
-    mlp: Literal["relu", "swiglu"] = "relu"
-    """`swiglu`: fc2(silu(gate) * up), where fc1 makes [gate; up]."""
+    mlp: FeedForwardKind = "relu"
+    """`swiglu`: fc2(silu(gate) * up), where fc1 makes [gate; up]; `geglu`: with GELU, by tanh."""
     rotary_table: Tensor | None = None
     """[positions, r] float32: r / 2 cosines, then r / 2 sines. Elements i and i + r / 2 of a query or key (i < r / 2)
     are rotated together (`rotate_half`); those from r on are not. Positions past the table use its last one. None: no
     rotary embedding."""
+    window: int | None = None
+    """How many of the newest columns, its own included, a token attends to; None: all."""
+
+    @property
+    def is_gated(self) -> bool:
+        return self.mlp in GATED
+
+
+class LayerNorms(NamedTuple):
+    """The norms of a layer. Those of queries and keys are RMS norms over each head, before the rotary embedding; those
+    of outputs come before the residual (Gemma). None: no such norm."""
+
+    attn: nn.Module
+    ffn: nn.Module
+    q: nn.Module | None = None
+    k: nn.Module | None = None
+    attn_out: nn.Module | None = None
+    ffn_out: nn.Module | None = None
 
 
 class PackedPrompts:
@@ -172,8 +191,17 @@ class PackedWeight(Protocol):
 class DecodeAttention(Protocol):
     """Attention of one new token per row, which reads only the columns of its row."""
 
-    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: "KVRange | GraphKVRange") -> Tensor:
-        """q [B, H, 1, K], and k and v [B, G, 1, K], which are stored first (None: stored already) -> [B, H, 1, K]."""
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        columns: "KVRange | GraphKVRange",
+        *,
+        window: int | None = None,
+    ) -> Tensor:
+        """q [B, H, 1, K], and k and v [B, G, 1, K], which are stored first (None: stored already) -> [B, H, 1, K].
+        `window` as in `LayerShape`."""
 
 
 class FusedKVStore(Protocol):
@@ -233,7 +261,7 @@ class Backend:
     def pack(
         self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
     ) -> PackedWeight | None:
-        """The weight [out, in] in this back end's layout, or None where that gains nothing. `is_gated`: for `swiglu`.
+        """The weight [out, in] in this back end's layout, or None where that gains nothing. `is_gated`: for `GATED`.
         ValueError where the quantization is not supported (`check`)."""
         self.check(weight, quantization, is_gated=is_gated)
         return None
@@ -247,14 +275,11 @@ class Backend:
     def fuse(
         self,
         shape: LayerShape,
-        norms: tuple[nn.Module, nn.Module],
+        norms: LayerNorms,
         products: Sequence[Product | None],
-        *,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
     ) -> FusedLayer | None:
-        """A layer as one call, from its two norms and the products qkv (or only queries), out, fc1 and fc2. None where
-        it has to run in parts."""
+        """A layer as one call, from its norms and the products qkv (or only queries), out, fc1 and fc2. None where it
+        has to run in parts."""
         return None
 
     def prepare_step(
@@ -276,8 +301,12 @@ class Backend:
         norm: nn.Module,
         products: Sequence[Product | None],
         k_norms: Sequence[nn.Module | None],
+        tables: Sequence[Tensor | None],
     ) -> FusedKVStore | None:
-        """Stores keys and values of several layers from one state in one call; None where that has to run in parts."""
+        """Stores keys and values of several layers from one state in one call; None where that has to run in parts.
+
+        `k_norms`, `tables`: of each layer, the norm of its keys and its `rotary_table`.
+        """
         return None
 
     def warm_up_batch_sizes(self, most: int) -> list[int]:
@@ -371,8 +400,8 @@ TORCH = Backend()
 
 
 def activate(y: Tensor, activation: Activation) -> Tensor:
-    """[..., out] -> [..., out], or [..., out / 2] for `swiglu`."""
-    if activation == "swiglu":
+    """[..., out] -> [..., out], or [..., out / 2] where it is gated."""
+    if activation in GATED:
         gate, other = y.chunk(2, dim=-1)
-        return F.silu(gate) * other
+        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * other
     return F.relu(y) if activation == "relu" else y

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from skipdecode.backends import choice, cpu_kernels, cpu_weights
 from skipdecode.backends.backend import (
+    GATED,
     Activation,
     Backend,
     DecodeAttention,
     FusedLayer,
     GraphKVRange,
     KVRange,
+    LayerNorms,
     LayerShape,
     PackedWeight,
     activate,
@@ -69,16 +71,10 @@ class CompiledBackend(Backend):
     def fuse(
         self,
         shape: LayerShape,
-        norms: tuple[nn.Module, nn.Module],
+        norms: LayerNorms,
         products: Sequence[AnyProduct | None],
-        *,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
     ) -> LayerKernel | None:
-        if None in products:
-            return None
-        qkv, out, fc1, fc2 = cast(Sequence[Product], products)
-        return LayerKernel(shape, norms[0], qkv, out, norms[1], fc1, fc2, q_norm=q_norm, k_norm=k_norm)
+        return None if None in products else LayerKernel(shape, norms, *cast(Sequence[Product], products))
 
     def prepare_step(
         self,
@@ -98,8 +94,11 @@ class CompiledBackend(Backend):
         norm: nn.Module,
         products: Sequence[AnyProduct | None],
         k_norms: Sequence[nn.Module | None],
+        tables: Sequence[Tensor | None],
     ) -> KVStoreKernel | None:
-        return None if None in products else KVStoreKernel(shape, norm, cast(Sequence[Product], products), k_norms)
+        if None in products:
+            return None
+        return KVStoreKernel(shape, norm, cast(Sequence[Product], products), k_norms, tables)
 
     def decode_attention(self, memory: Tensor) -> DecodeAttention | None:
         has_kernels = cpu_kernels.is_available(memory) and not torch.is_grad_enabled()  # which have no gradient
@@ -178,7 +177,9 @@ def _are_kernels(layers: Sequence[FusedLayer | None]) -> bool:
     return all(isinstance(layer, LayerKernel) for layer in layers)
 
 
-def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange) -> Tensor:
+def attend_one(
+    q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange, *, window: int | None = None
+) -> Tensor:
     """`DecodeAttention` by the kernel: q [B, H, 1, K] -> [B, H, 1, K]."""
     assert isinstance(columns, KVRange), "these kernels read no GraphKVRange"
     flat = [x[:, :, 0].flatten(1) for x in (q, k, v) if x is not None]  # [B, heads x K] each
@@ -186,7 +187,8 @@ def attend_one(q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange |
         flat = list(torch.split(torch.cat(flat, dim=1), [x.shape[1] for x in flat], dim=1))
     new = (flat[1], flat[2]) if len(flat) == 3 else None
     k_all, v_all, first, last, slots, shared = columns[:6]
-    return cpu_kernels.attend(flat[0], k_all, v_all, first, last, new, slots=slots, shared=shared).view(q.shape)
+    out = cpu_kernels.attend(flat[0], k_all, v_all, first, last, new, slots=slots, shared=shared, window=window)
+    return out.view(q.shape)
 
 
 def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
@@ -260,7 +262,7 @@ class _OneDNN:
             return y
         name = "relu" if activation == "relu" else "none"
         y = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, bias, name, [], "")
-        return activate(y, "swiglu") if activation == "swiglu" else y
+        return activate(y, activation) if activation in GATED else y
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self(x, None))

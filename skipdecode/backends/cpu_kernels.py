@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends import choice
-from skipdecode.backends.backend import Activation, SharedPrefix
+from skipdecode.backends.backend import GATED, Activation, SharedPrefix
 from skipdecode.backends.cpu_library import NAMES, function, heads_struct, shared_prefix_struct
 from skipdecode.backends.cpu_weights import GATES, Weight, operand_of
 
@@ -37,6 +37,7 @@ def attend(
     k_norm: Tensor | None = None,
     slots: Tensor | None = None,
     shared: SharedPrefix | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of one new token per row over the columns first..last: q [B, H K] -> [B, H K], heads side by side.
 
@@ -46,7 +47,8 @@ def attend(
     q and of the new key, after which `rotary_table` [positions, r] float32 (`LayerShape`) rotates them by their
     position, last - first plus the length of a shared prefix. `slots` [B] int64: the row of k and v [R, G, S, K] that a
     token belongs to; tokens of one slot are all stored before any of them attends. `shared`: a prefix before a row's
-    own columns. The result is undefined for NaN and infinity.
+    own columns. `window`: how many of the newest columns are attended to; None: all. The result is undefined for NaN
+    and infinity.
     """
     B, (_, G, S, K) = len(q), k.shape
     H = q.shape[1] // K
@@ -58,7 +60,9 @@ def attend(
         assert columns.is_contiguous(), columns.stride()
     new_k, new_v = (None, None) if new is None else new
     out = q.new_empty(B, H * K)
-    shape = heads_struct(H, G, K, rotary_table=rotary_table, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm)
+    shape = heads_struct(
+        H, G, K, rotary_table=rotary_table, epsilon=epsilon, q_norm=q_norm, k_norm=k_norm, window=window
+    )
     function("attend", q.dtype)(
         ctypes.byref(shape),
         B,
@@ -129,11 +133,11 @@ def linear(
     """x W^T + bias, then the activation or plus `residual`: [..., in] -> [..., outputs], all of one type.
 
     `packed`: W, of x's type; or of int8 beside bfloat16. Sums in float32, rounded once; for int8
-    sums of whole numbers, x as 16 bits times a scale per row. `swiglu` takes a weight packed as `gated` and a bias
-    like it (`interleave`), and gives [..., outputs / 2].
+    sums of whole numbers, x as 16 bits times a scale per row. Gated activations take a weight packed as `gated` and a
+    bias like it (`interleave`), and give [..., outputs / 2].
     """
     assert activation == "none" or residual is None, "one of the two"
-    assert activation != "swiglu" or outputs % (2 * GATES) == 0, outputs
+    assert activation not in GATED or outputs % (2 * GATES) == 0, outputs
     weight = operand_of(packed, outputs)
     inputs = weight.inputs
     assert x.shape[-1] == inputs, (x.shape, inputs)
@@ -141,7 +145,7 @@ def linear(
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    out = x.new_empty(*x.shape[:-1], outputs // 2 if activation == "swiglu" else outputs)
+    out = x.new_empty(*x.shape[:-1], outputs // 2 if activation in GATED else outputs)
     if residual is not None:
         assert residual.shape == out.shape, (residual.shape, out.shape)
         residual = residual.contiguous()
@@ -184,5 +188,5 @@ def argmax_linear(x: Tensor, packed: Weight, outputs: int) -> Tensor:
     return out
 
 
-EPILOGUE = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3}
+EPILOGUE = {"none": 0, "relu": 1, "residual": 2, "swiglu": 3, "geglu": 4}
 """The values of `Epilogue` in `cpp/gemm.h`."""

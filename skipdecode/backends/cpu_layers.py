@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipdecode.backends.backend import KVRange, LayerShape, PackedPrompts, SharedPrefix
+from skipdecode.backends.backend import KVRange, LayerNorms, LayerShape, PackedPrompts, SharedPrefix
+from skipdecode.backends.cpu_kernels import EPILOGUE
 from skipdecode.backends.cpu_library import (
     INT64,
     POINTER,
@@ -98,6 +99,7 @@ def heads_of(shape: LayerShape, q_norm: Tensor | None, k_norm: Tensor | None) ->
         epsilon=shape.epsilon,
         q_norm=q_norm,
         k_norm=k_norm,
+        window=shape.window,
     )
 
 
@@ -110,11 +112,16 @@ class KVStoreKernel:
         norm: nn.Module | None,
         products: Sequence[Product],
         k_norms: Sequence[nn.Module | None] | None = None,
+        tables: Sequence[Tensor | None] | None = None,
     ) -> None:
         """`products`: for each layer the projection D -> 2 G K, keys above values. `k_norms`: for each layer the norm
-        of its keys (`LayerKernel`). Keys are rotated by their token's position in its prompt."""
+        of its keys (`LayerNorms`). `tables`: for each layer its rotary table; None: that of `shape`. Keys are rotated
+        by their token's position in its prompt."""
         self._weights = [head_norm(norm) for norm in k_norms or [None] * len(products)]
-        assert len(self._weights) == len(products), (len(self._weights), len(products))
+        self._tables = list(tables or [shape.rotary_table] * len(products))
+        assert len(self._weights) == len(self._tables) == len(products), (len(self._weights), len(products))
+        for table in self._tables:
+            assert table is None or (shape.rotary_table is not None and table.shape == shape.rotary_table.shape)
         self._held = (shape, norm, products)  # what the pointers point to
         self._shape, self.dtype = shape, products[0].dtype
         biases = [product.bias for product in products]
@@ -144,6 +151,7 @@ class KVStoreKernel:
             count,
             (ProductStruct * count)(*(self._products[layer] for layer in memory)),
             (POINTER * count)(*(pointer(self._weights[layer]) for layer in memory)),
+            (POINTER * count)(*(pointer(self._tables[layer]) for layer in memory)),
             *prompts.pointers(),
             h.data_ptr(),
             (POINTER * count)(*(k.data_ptr() for k, _ in memory.values())),
@@ -167,45 +175,45 @@ class LayerKernel:
     def __init__(
         self,
         shape: LayerShape,
-        attn_norm: nn.Module,
+        norms: LayerNorms,
         qkv: Product,
         out: Product,
-        ffn_norm: nn.Module,
         fc1: Product,
         fc2: Product,
-        *,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
     ) -> None:
         """`qkv`: D -> (H + 2 G) K, queries above keys above values; or only queries, for steps whose keys and values
-        are in the cache already (SwiftKV). `q_norm`, `k_norm`: RMS norms over each head, before the rotary
-        embedding."""
-        self._held = (shape, attn_norm, qkv, out, ffn_norm, fc1, fc2, q_norm, k_norm)  # what the pointers point to
+        are in the cache already (SwiftKV)."""
+        self._held = (shape, norms, qkv, out, fc1, fc2)  # what the pointers point to
         self._shape, self.dtype = shape, out.dtype
         biases = [product.bias for product in (qkv, out, fc1, fc2)]
-        norms = [head_norm(q_norm), head_norm(k_norm)]
-        check_types(self.dtype, *parameters_of(attn_norm), *parameters_of(ffn_norm), *biases, *norms)
+        has_sublayer_norms = norms.attn_out is not None
+        assert has_sublayer_norms == (norms.ffn_out is not None), "a norm of one output alone"
+        assert shape.is_pre_norm or not has_sublayer_norms, "norms of outputs come beside norms of inputs"
+        wide = [parameter for norm in norms for parameter in parameters_of(norm)]
+        check_types(self.dtype, *wide, *biases)
         width, queries, kv = out.outputs, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.width = width
         _check_products(width, queries, kv, qkv, out)
-        is_gated = shape.mlp == "swiglu"
+        is_gated = shape.is_gated
         assert fc1.is_gated == is_gated, "a feed-forward block that is packed for another activation"
         assert (fc1.inputs, fc1.outputs) == (width, fc2.inputs * (2 if is_gated else 1)), (fc1.outputs, fc2.inputs)
         assert fc2.outputs == width, (fc2.outputs, width)
         self._block = LayerStruct(
-            heads_of(shape, *norms),
+            heads_of(shape, head_norm(norms.q), head_norm(norms.k)),
             shape.is_pre_norm,
-            is_gated,
-            norm_struct(shape, attn_norm),
+            EPILOGUE[shape.mlp],
+            norm_struct(shape, norms.attn),
             qkv.struct(),
             out.struct(),
-            norm_struct(shape, ffn_norm),
+            norm_struct(shape, norms.ffn),
             fc1.struct(),
             fc2.struct(),
+            has_sublayer_norms,
+            *(NormStruct() if norm is None else norm_struct(shape, norm) for norm in (norms.attn_out, norms.ffn_out)),
         )
-        first_norm = attn_norm if shape.is_pre_norm else None
+        first_norm = norms.attn if shape.is_pre_norm else None
         has_keys = qkv.outputs > queries
-        self.store = KVStoreKernel(shape, first_norm, [qkv.tail(queries)], [k_norm]) if has_keys else None
+        self.store = KVStoreKernel(shape, first_norm, [qkv.tail(queries)], [norms.k]) if has_keys else None
         self._reference = ctypes.byref(self._block)
         self._read = function("prompt", self.dtype)
 

@@ -21,7 +21,7 @@ Kind = torch.dtype | Literal["int8"]
 ARGUMENTS = {
     "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],
     "prompt": [POINTER, INT64, *[POINTER] * 5, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
-    "store": [*[POINTER] * 2, INT64, *[POINTER] * 2, INT64, *[POINTER] * 8, INT],
+    "store": [*[POINTER] * 2, INT64, *[POINTER] * 3, INT64, *[POINTER] * 8, INT],
     "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 5, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
     "draw": [INT64, INT64, *[POINTER] * 6, INT],
@@ -66,6 +66,7 @@ class HeadsStruct(ctypes.Structure):
         ("epsilon", DOUBLE),
         ("q_norm", POINTER),
         ("k_norm", POINTER),
+        ("window", INT64),
     ]
 
 
@@ -94,13 +95,16 @@ class LayerStruct(ctypes.Structure):
     _fields_ = [
         ("heads", HeadsStruct),
         ("is_pre_norm", INT64),
-        ("is_gated", INT64),
+        ("activation", INT64),
         ("attn_norm", NormStruct),
         ("qkv", ProductStruct),
         ("out", ProductStruct),
         ("ffn_norm", NormStruct),
         ("fc1", ProductStruct),
         ("fc2", ProductStruct),
+        ("has_sublayer_norms", INT64),
+        ("attn_out_norm", NormStruct),
+        ("ffn_out_norm", NormStruct),
     ]
 
 
@@ -128,6 +132,7 @@ def heads_struct(
     epsilon: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    window: int | None = None,
 ) -> HeadsStruct:
     """`count` heads of queries over `groups` of keys and values, of `dim` numbers; the rest as in `attend`. The tensors
     are to live as long as what comes back."""
@@ -143,7 +148,8 @@ def heads_struct(
         assert weight is None or weight.shape == (dim,), "a norm of other heads"
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in (rotary_table, q_norm, k_norm)]
     assert all(tensor is None or tensor.is_contiguous() for tensor in (rotary_table, q_norm, k_norm)), "not contiguous"
-    return HeadsStruct(count, groups, dim, pointers[0], positions, rotary, epsilon, *pointers[1:])
+    assert window is None or window > 0, window
+    return HeadsStruct(count, groups, dim, pointers[0], positions, rotary, epsilon, *pointers[1:], window or 0)
 
 
 def check_types(dtype: torch.dtype, *tensors: Tensor | None) -> None:

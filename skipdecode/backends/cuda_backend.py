@@ -23,6 +23,7 @@ from skipdecode.backends.backend import (
     FusedLayer,
     GraphKVRange,
     KVRange,
+    LayerNorms,
     LayerShape,
     Product,
     activate,
@@ -103,30 +104,37 @@ class CudaLayer:
         self,
         kernels: Kernels,
         shape: LayerShape,
-        norms: tuple[nn.Module, nn.Module],
+        norms: LayerNorms,
         products: Sequence[CudaProduct],
-        q_norm: nn.Module | None,
-        k_norm: nn.Module | None,
     ) -> None:
-        self._qkv, self.out, self._fc1, self.fc2 = products
-        self._kernels, self._is_gated, self.is_pre_norm = kernels, shape.mlp == "swiglu", shape.is_pre_norm
-        self.attn_norm, self.ffn_norm = (_norm(shape, norm) for norm in norms)
-        sizes, weights = (shape.heads, shape.kv_heads, shape.head_dim), (_weight(q_norm), _weight(k_norm))
-        self._heads = Heads(*sizes, shape.rotary_table, *weights, epsilon=shape.epsilon)
+        self._qkv, self._out, self._fc1, self._fc2 = products
+        self._kernels, self._mlp, self.is_pre_norm = kernels, shape.mlp, shape.is_pre_norm
+        self.attn_norm, self.ffn_norm = _norm(shape, norms.attn), _norm(shape, norms.ffn)
+        self._out_norms = [None if norm is None else _norm(shape, norm) for norm in (norms.attn_out, norms.ffn_out)]
+        products_and_norms = zip((self._out, self._fc2), self._out_norms, strict=True)
+        self.out_bias, self.fc2_bias = (one.bias if norm is None else None for one, norm in products_and_norms)
+        sizes, weights = (shape.heads, shape.kv_heads, shape.head_dim), (_weight(norms.q), _weight(norms.k))
+        self._heads = Heads(*sizes, shape.rotary_table, *weights, epsilon=shape.epsilon, window=shape.window)
         queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         assert self._qkv.outputs in (queries, queries + 2 * kv), (self._qkv.outputs, queries, kv)
         self._sizes = [queries] if self._qkv.outputs == queries else [queries, kv, kv]
 
     def attention(self, x: Tensor, columns: KVRange | GraphKVRange) -> Tensor:
-        """Normed states [B, D] -> [B, D], without the bias of `out`."""
+        """Normed states [B, D] -> [B, D], without `out_bias`."""
         parts = torch.split(self._qkv(x), self._sizes, dim=-1)
         k, v = parts[1:] if len(parts) == 3 else (None, None)
-        return self.out.without_bias(self._kernels.attend(self._heads, parts[0], k, v, columns))
+        y = self._kernels.attend(self._heads, parts[0], k, v, columns)
+        return self._last(self._out, y, self._out_norms[0])
 
     def feed(self, x: Tensor) -> Tensor:
-        """Normed states [B, D] -> [B, D], without the bias of `fc2`."""
-        y = self._kernels.gate(self._fc1(x)) if self._is_gated else self._fc1.relu(x)
-        return self.fc2.without_bias(y)
+        """Normed states [B, D] -> [B, D], without `fc2_bias`."""
+        y = self._fc1.relu(x) if self._mlp == "relu" else self._kernels.gate(self._fc1(x), self._mlp)
+        return self._last(self._fc2, y, self._out_norms[1])
+
+    def _last(self, product: CudaProduct, y: Tensor, norm: Norm | None) -> Tensor:
+        """A sublayer's last product, without its bias, or with it through the norm of its output."""
+        made = product.without_bias(y) if norm is None else product(y)
+        return made if norm is None else self._kernels.add_norm(made, None, None, norm, is_pre=True)
 
     def run_prompts(self, *_args: object, **_keys: object) -> Tensor:
         raise AssertionError("prompts run in parts on CUDA devices")
@@ -150,15 +158,12 @@ class CudaBackend(Backend):
     def fuse(
         self,
         shape: LayerShape,
-        norms: tuple[nn.Module, nn.Module],
+        norms: LayerNorms,
         products: Sequence[Product | None],
-        *,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
     ) -> CudaLayer | None:
         if None in products:
             return None
-        return CudaLayer(self.kernels, shape, norms, cast(Sequence[CudaProduct], products), q_norm, k_norm)
+        return CudaLayer(self.kernels, shape, norms, cast(Sequence[CudaProduct], products))
 
     def prepare_step(
         self,
@@ -176,12 +181,12 @@ class CudaBackend(Backend):
         states = h.view(len(h), -1)
         pending: Tensor | None = None  # a sublayer's output, which the next norm adds to the states with `bias`
         bias: Tensor | None = None
-        for norm, product, run in _sublayers(own, columns, runs_ffn=runs_ffn):
+        for norm, its_bias, run in _sublayers(own, columns, runs_ffn=runs_ffn):
             if own[0].is_pre_norm:
                 x = self.kernels.add_norm(states, pending, bias, norm, is_pre=True)
-                pending, bias = run(x), product.bias
+                pending, bias = run(x), its_bias
             else:
-                self.kernels.add_norm(states, run(states), product.bias, norm, is_pre=False)
+                self.kernels.add_norm(states, run(states), its_bias, norm, is_pre=False)
         if pending is not None:
             self.kernels.add_norm(states, pending, bias, None, is_pre=True)
         return h
@@ -195,7 +200,13 @@ class CudaBackend(Backend):
         return None if torch.is_grad_enabled() else self._decode_attention
 
     def _decode_attention(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        columns: KVRange | GraphKVRange,
+        *,
+        window: int | None = None,
     ) -> Tensor:
         """q [B, H, 1, K], k and v [B, G, 1, K], after norms and rotary embedding -> [B, H, 1, K]."""
         heads, kv_heads, head_dim = q.shape[1], (q if k is None else k).shape[1], q.shape[3]
@@ -205,7 +216,8 @@ class CudaBackend(Backend):
             assert k is not None, "without keys the number of KV heads is unknown"
         flat = [None if x is None else x[:, :, 0].flatten(1) for x in (q, k, v)]  # [B, heads K]
         assert flat[0] is not None
-        return self.kernels.attend(Heads(heads, kv_heads, head_dim), flat[0], flat[1], flat[2], columns).view(q.shape)
+        shape = Heads(heads, kv_heads, head_dim, window=window)
+        return self.kernels.attend(shape, flat[0], flat[1], flat[2], columns).view(q.shape)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return self.kernels.argmax(logits)
@@ -231,8 +243,8 @@ class CudaBackend(Backend):
         ]
 
 
-Sublayer = tuple[Norm, CudaProduct, Callable[[Tensor], Tensor]]
-"""A sublayer: its norm, the product whose bias is left to the next norm, and its function of normed states."""
+Sublayer = tuple[Norm, Tensor | None, Callable[[Tensor], Tensor]]
+"""A sublayer: its norm, the bias that is left to the next norm, and its function of normed states."""
 
 
 def _sublayers(
@@ -242,9 +254,9 @@ def _sublayers(
     for number, layer in enumerate(layers):
         if columns is not None:
             at = columns[number]
-            sublayers.append((layer.attn_norm, layer.out, lambda x, layer=layer, at=at: layer.attention(x, at)))  # type: ignore[misc]
+            sublayers.append((layer.attn_norm, layer.out_bias, lambda x, layer=layer, at=at: layer.attention(x, at)))  # type: ignore[misc]
         if runs_ffn:
-            sublayers.append((layer.ffn_norm, layer.fc2, layer.feed))
+            sublayers.append((layer.ffn_norm, layer.fc2_bias, layer.feed))
     return sublayers
 
 

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from skipdecode.backends.backend import GraphKVRange, KVRange
+from skipdecode.config.model import FeedForwardKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,8 @@ class Heads:
     k_norm: Tensor | None = None
     epsilon: float = 0.0
     """The epsilon of these norms."""
+    window: int | None = None
+    """See `LayerShape.window`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +52,8 @@ class Kernels(Protocol):
     def attend(
         self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
     ) -> Tensor:
-        """Attention of one new token per row over its columns `first..last`: q [B, H K] -> [B, H K].
+        """Attention of one new token per row over its columns `first..last`, or the newest of them where `heads` has a
+        window: q [B, H K] -> [B, H K].
 
         k, v [B, G K], rows of any stride, are normed, rotated and stored at `last` first; None: they are stored
         already. No other column is read, so the rest of the memory may hold anything. Where `columns` has `slots` and
@@ -64,8 +68,8 @@ class Kernels(Protocol):
         returned. Without a `norm` the sum is returned.
         """
 
-    def gate(self, y: Tensor) -> Tensor:
-        """silu(gate) * up of y = [gate; up]: [B, 2 F] -> [B, F]."""
+    def gate(self, y: Tensor, mlp: FeedForwardKind = "swiglu") -> Tensor:
+        """act(gate) * up of y = [gate; up], with SiLU or (`geglu`) GELU by tanh: [B, 2 F] -> [B, F]."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[B, V] -> [B] int64; the lowest index where several are equal."""

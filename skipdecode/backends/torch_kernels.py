@@ -13,6 +13,7 @@ from skipdecode.backends.backend import GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.rope import apply_rotary, rotation_at
 from skipdecode.backends.torch_sampling import pick_by_sort
+from skipdecode.config.model import FeedForwardKind
 
 
 class TorchKernels:
@@ -38,6 +39,8 @@ class TorchKernels:
             keys, values = keys[slots], values[slots]
         at = torch.arange(keys.shape[2], device=q.device)
         sees = (at >= first[:, None]) & (at <= last[:, None])  # [B, S]
+        if heads.window is not None:
+            sees &= at > last[:, None] - heads.window
         seen = sees[:, None, :, None]
         keys, values = keys.masked_fill(~seen, 0), values.masked_fill(~seen, 0)  # other columns may hold anything
         out = F.scaled_dot_product_attention(
@@ -54,9 +57,9 @@ class TorchKernels:
             return h if norm is None else normed
         return h.copy_(normed)
 
-    def gate(self, y: Tensor) -> Tensor:
+    def gate(self, y: Tensor, mlp: FeedForwardKind = "swiglu") -> Tensor:
         gate, other = y.chunk(2, dim=-1)
-        return F.silu(gate) * other
+        return (F.silu(gate) if mlp == "swiglu" else F.gelu(gate, approximate="tanh")) * other
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)

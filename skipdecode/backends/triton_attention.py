@@ -99,9 +99,11 @@ def with_new(
 def attended(
     q, keys, values, at, stored, until, best, total, made, d, scale,
     M: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IN_FLOAT32: tl.constexpr, HAS_UNTIL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Adds BLOCK columns from `at` on, those before `stored`, to the attention of q [M, K] so far: the best score [M],
-    the sum of weights [M] and the weighted values [M, K]. With HAS_UNTIL a query sees columns up to `until` [M]."""
+    the sum of weights [M] and the weighted values [M, K]. With HAS_UNTIL a query sees columns up to `until` [M], and
+    only the last WINDOW of them if that is not 0."""
     columns = at + tl.arange(0, BLOCK)
     sees = columns < stored
     offsets, mask = columns[:, None] * K + d[None, :], sees[:, None] & (d < K)[None, :]
@@ -116,6 +118,8 @@ def attended(
     seen = sees[None, :]
     if HAS_UNTIL:
         seen = seen & (columns[None, :] <= until[:, None])
+        if WINDOW > 0:
+            seen = seen & (columns[None, :] > until[:, None] - WINDOW)
     score = tl.where(seen, score * (scale * LOG2_E), float("-inf"))  # [M, BLOCK]
     better = tl.maximum(best, tl.max(score, 1))
     base = better
@@ -165,7 +169,7 @@ def attend_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
     HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One KV head of a row, or a part of its columns, for all queries that share it.
 
@@ -174,12 +178,14 @@ def attend_kernel(
     """
     g, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, last = tl.load(FIRST + b), tl.load(LAST + b * last_step)
+    position = tl.minimum(last - first, num_positions - 1)
+    if WINDOW > 0:
+        first = tl.maximum(first, last - WINDOW + 1)
     live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)
     if part < live:
         row_slot = tl.load(SLOTS + b) if HAS_SLOTS else b
         keys, values = memory_of(KEYS, VALUES, WHERE, row_slot, g, memory_row, memory_head, HAS_TABLE)
         d, m = tl.arange(0, KP), tl.arange(0, M)
-        position = tl.minimum(last - first, num_positions - 1)
         q_mask = (m[:, None] < GROUP) & (d < K)[None, :]
         q_rows = b * q_row + g * GROUP * K + m[:, None] * K
         q = ready(Q, q_rows, d, q_mask, position, Q_NORM, ROTATIONS, epsilon, K, HALF, HAS_Q_NORM)  # [M, K]
@@ -195,7 +201,7 @@ def attend_kernel(
             stored = tl.minimum(end, last)
         for at in range(start, stored, BLOCK):
             best, total, made = attended(
-                q, keys, values, at, stored, 0, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32, False
+                q, keys, values, at, stored, 0, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32, False, 0
             )  # fmt: skip
         out = OUT + b * (G * GROUP * K) + g * GROUP * K + m[:, None] * K + d[None, :]
         if SPLITS == 1:
@@ -247,7 +253,7 @@ def attend_several_kernel(
     Q, QUERY_INDEX, COUNTS, KEYS, VALUES, SLOTS, FIRST, LAST, OUT, PARTS, SUMS, ARRIVED,
     q_row, memory_row, memory_head, scale,
     G: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One KV head, or a part of its columns, for T tokens of a slot, the first of which is the program's. Programs of
     the other tokens do nothing, since only the device knows which tokens share a slot."""
@@ -261,6 +267,10 @@ def attend_several_kernel(
         until = tl.load(LAST + n + token, mask=is_one, other=0)  # of each query; missing ones see the first column
         until = tl.maximum(until, first)
         last = tl.max(until, 0)
+        if WINDOW > 0:
+            oldest = tl.min(tl.where(is_one, until, last), 0)
+            first = tl.maximum(first, oldest - WINDOW + 1)
+            until = tl.maximum(until, first)
         live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)
         if part < live:
             keys, values = memory_of(KEYS, VALUES, None, tl.load(SLOTS + n), g, memory_row, memory_head, False)
@@ -273,7 +283,7 @@ def attend_several_kernel(
             made = tl.zeros([M, KP], tl.float32)
             for at in range(start, end, BLOCK):
                 best, total, made = attended(
-                    q, keys, values, at, end, until, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32, True
+                    q, keys, values, at, end, until, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32, True, WINDOW
                 )  # fmt: skip
             out = OUT + ((n + token) * (G * GROUP * K) + of_query)[:, None] + d[None, :]
             if SPLITS == 1:

@@ -13,6 +13,7 @@ from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.triton_attention import attend_kernel, attend_several_kernel, store_kernel
 from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
 from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
+from skipdecode.config.model import FeedForwardKind
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 """Whether Triton's interpreter runs the kernels on a CPU; it cannot multiply bfloat16."""
@@ -82,7 +83,7 @@ class TritonKernels:
             G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
             BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new, HAS_TABLE=where is not None,
             HAS_SLOTS=slots is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
-            IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
+            WINDOW=heads.window or 0, IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
         return out
 
@@ -118,7 +119,8 @@ class TritonKernels:
             *self._parts(q, G, splits, together * group, K),
             ready.stride(0), *strides, K**-0.5,
             G=G, GROUP=group, T=together, M=max(16, _power(together * group)), K=K, KP=padded,
-            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
+            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, WINDOW=heads.window or 0, IN_FLOAT32=IS_INTERPRETED,
+            num_warps=WARPS,
         )  # fmt: skip
         return out
 
@@ -149,11 +151,12 @@ class TritonKernels:
         )  # fmt: skip
         return out
 
-    def gate(self, y: Tensor) -> Tensor:
+    def gate(self, y: Tensor, mlp: FeedForwardKind = "swiglu") -> Tensor:
         B, F = len(y), y.shape[1] // 2
         assert y.stride(1) == 1, y.stride()
         out, block = y.new_empty(B, F), 1024
-        launch(gate_kernel, (-(-F // block), B), y, out, y.stride(0), F, BLOCK=block, num_warps=4)
+        is_gelu = mlp == "geglu"
+        launch(gate_kernel, (-(-F // block), B), y, out, y.stride(0), F, IS_GELU=is_gelu, BLOCK=block, num_warps=4)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:

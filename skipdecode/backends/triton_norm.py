@@ -39,12 +39,16 @@ def add_norm_kernel(
 
 
 @triton.jit
-def gate_kernel(Y, OUT, row, F, BLOCK: tl.constexpr):
-    """silu(gate) * up of [gate; up]; silu(gate) is rounded as by torch's operator."""
+def gate_kernel(Y, OUT, row, F, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """act(gate) * up of [gate; up]; act(gate) is rounded as by torch's operator. GELU by tanh: x (1 + tanh(u)) / 2 =
+    x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     b, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = f < F
     gate = tl.load(Y + b * row + f, mask=is_in, other=0.0)
     other = tl.load(Y + b * row + F + f, mask=is_in, other=0.0).to(tl.float32)
     x = gate.to(tl.float32)
-    x = (x / (1.0 + tl.exp(-x))).to(gate.dtype).to(tl.float32)
+    u = x
+    if IS_GELU:
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    x = (x / (1.0 + tl.exp(-u))).to(gate.dtype).to(tl.float32)
     tl.store(OUT + b * F + f, (x * other).to(gate.dtype), mask=is_in)

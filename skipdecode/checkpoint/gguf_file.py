@@ -1,7 +1,7 @@
 """Reads a model from a GGUF file: its configuration as a config.json, and its tensors by Hugging Face names.
 
-Supported are Llama, Mistral (`llama` in GGUF), Qwen2 and Qwen3. Anything else (experts, yarn, types without a plain
-dequantisation) is refused by name. Unlike transformers 5 we read `rope_freqs.weight`, by which a file says that
+Supported are Llama, Mistral (`llama` in GGUF), Qwen2, Qwen3 and Gemma 3. Anything else (experts, yarn, types without a
+plain dequantisation) is refused by name. Unlike transformers 5 we read `rope_freqs.weight`, by which a file says that
 positions are scaled as in Llama 3. The tokenizer is read by `skipdecode.checkpoint.gguf_tokenizer`.
 """
 
@@ -22,7 +22,13 @@ Made = TypeVar("Made")
 
 __all__ = ["chat_template", "checked", "read_config", "tensors", "weights"]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GEMMA3 = "gemma3"
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    GEMMA3: "Gemma3ForCausalLM",
+}
 SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -47,6 +53,11 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+GEMMA3_NAMES = LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The parameters of every released Llama 3; a file has only the factors that follow from them."""
@@ -95,6 +106,8 @@ def tensors(path: str | Path) -> Iterator[tuple[str, "Tensor"]]:
                     f"{path}: tensor {info.name!r} is {list(info.shape)}, no pairs of rows in {count} heads"
                 )
             values = _unpermuted(values, count)
+        if config["model_type"] == "gemma3_text" and "norm" in info.name:
+            values = values - 1  # llama.cpp stores what the norm multiplies by, Hugging Face what it adds to 1
         yield name, torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: torch wants memory of its own
 
 
@@ -106,6 +119,7 @@ def chat_template(path: str | Path) -> str | None:
 
 def _weights(path: str | Path, header: Header) -> Iterator[tuple[str, TensorInfo]]:
     """The weights of the model, by Hugging Face name."""
+    names = GEMMA3_NAMES if header.metadata.get("general.architecture") == GEMMA3 else LAYER_NAMES
     for info in header.tensors.values():
         if info.name == ROPE_FREQS:
             continue
@@ -115,7 +129,7 @@ def _weights(path: str | Path, header: Header) -> Iterator[tuple[str, TensorInfo
         name = MODEL_NAMES.get(module)
         if module.startswith("blk."):
             _, number, part = (*module.split(".", 2), "")[:3]
-            name = f"model.layers.{number}.{LAYER_NAMES[part]}" if part in LAYER_NAMES and number.isdecimal() else None
+            name = f"model.layers.{number}.{names[part]}" if part in names and number.isdecimal() else None
         if name is None or kind not in ("weight", "bias"):
             raise ValueError(f"{path}: unexpected tensor {info.name!r}; it is not supported")
         yield f"{name}.{kind}", info
@@ -167,9 +181,10 @@ def _config(path: str | Path, header: Header) -> dict[str, Any]:
     config["rms_norm_eps"] = _shortest(fields.number("attention.layer_norm_rms_epsilon"))
     config["rope_theta"] = _shortest(fields.number("rope.freq_base", 10_000.0))
     config["rope_scaling"] = _rope_scaling(path, header, fields, config)
-    config["hidden_act"] = "silu"
     window = fields.get("attention.sliding_window", 0)
-    if window and window < config["max_position_embeddings"]:
+    if arch == GEMMA3:
+        config |= _gemma3(fields, config)
+    elif window and window < config["max_position_embeddings"]:
         raise ValueError(f"{arch}.attention.sliding_window is {window}, shorter than the context")
     if "token_embd.weight" not in names:
         raise ValueError("there is no tensor 'token_embd.weight'")
@@ -180,6 +195,19 @@ def _config(path: str | Path, header: Header) -> dict[str, Any]:
     if arch == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in names
     return config | _token_ids(metadata)
+
+
+def _gemma3(fields: _Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not as in Llama. A file does not say by what scores are divided: llama.cpp knows the models (27B has 62
+    layers). Every sixth layer has no window."""
+    is_27b = config["num_hidden_layers"] == 62
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": fields.count("attention.sliding_window"),
+    }
 
 
 def _head_dim(fields: _Fields, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> int:

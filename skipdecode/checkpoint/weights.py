@@ -97,10 +97,23 @@ def load_model(
         for theirs, tensor in file.tensors():
             if (part := match.parts.get(theirs)) is not None:
                 target = state[part.name][part.rows]
-                target.copy_(tensor if lora is None else lora.merged(part.module, tensor))
+                target.copy_(_folded(tensor if lora is None else lora.merged(part.module, tensor), *part.fold))
                 _refuse_not_finite(file.path, theirs, tensor, target)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def _folded(tensor: Tensor, scale: float, offset: float) -> Tensor:
+    return tensor if (scale, offset) == (1.0, 0.0) else tensor.float() * scale + offset
+
+
+def fold_of(name: str, config: DecoderConfig) -> tuple[float, float]:
+    """`DecoderConfig.folded` of the Hugging Face tensor `name`."""
+    module, kind = name.removeprefix(config.prefix).rsplit(".", 1)
+    part = LAYER.sub("", module, count=1)
+    part = "input_layernorm" if part == "norm_swiftkv" else part.removesuffix("_swiftkv")
+    scale, offset = config.folded(part)
+    return scale, offset if kind == "weight" else 0.0
 
 
 def _refuse_not_finite(path: Path, name: str, tensor: Tensor, loaded: Tensor) -> None:
@@ -122,6 +135,8 @@ class Part:
     shape: tuple[int, ...]
     module: str
     """The Hugging Face name of its module."""
+    fold: tuple[float, float] = (1.0, 0.0)
+    """`DecoderConfig.folded`."""
 
 
 Expected = dict[str, Part]
@@ -136,7 +151,7 @@ def expected_tensors(model: Decoder) -> Expected:
         for theirs, count in hf_parts(name, model.config):
             count = count or parameter.shape[0]
             rows, shape = slice(start, start + count), (count, *parameter.shape[1:])
-            expected[theirs] = Part(name, rows, shape, theirs.rpartition(".")[0])
+            expected[theirs] = Part(name, rows, shape, theirs.rpartition(".")[0], fold_of(theirs, model.config))
             start += count
         assert start == parameter.shape[0], (name, start, parameter.shape)
     return expected
@@ -347,6 +362,8 @@ def save_model(model: Decoder, folder: str | Path, *, dtype: torch.dtype | None 
         parts = hf_parts(name, model.config)
         rows = [count or len(parameter) for _, count in parts]
         for (theirs, _), part in zip(parts, parameter.split(rows), strict=True):
+            scale, offset = fold_of(theirs, model.config)
+            part = part if (scale, offset) == (1.0, 0.0) else (part.float() - offset) / scale
             tensors[theirs] = part.to(dtype=dtype, device="cpu").contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     raw = model.config.to_dict() | {"torch_dtype": dtype_name(dtype)}

@@ -20,6 +20,9 @@ WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
 KV_ALIGNMENT = 16
 """Elements that every address and stride of a KV cache is a multiple of, so that kernels load 16 bytes at a time."""
 
+FeedForwardKind = Literal["relu", "swiglu", "geglu"]
+"""fc2(relu(fc1(x))), or fc2(act(gate(x)) * up(x)) with SiLU, or with GELU's approximation by tanh."""
+
 Implementation = Literal["own", "transformers"]
 """Whose code runs a model's layers: a family of ours, or transformers (`skipdecode.model.wrapped`)."""
 WantedImplementation = Literal["auto", "own", "transformers"]
@@ -167,8 +170,13 @@ class DecoderConfig:
         raise NotImplementedError
 
     @property
-    def mlp(self) -> Literal["relu", "swiglu"]:
+    def mlp(self) -> FeedForwardKind:
         raise NotImplementedError
+
+    @property
+    def is_gated(self) -> bool:
+        """The feed-forward block has a gate projection."""
+        return self.mlp != "relu"
 
     @property
     def norm(self) -> Literal["layer", "rms"]:
@@ -210,9 +218,26 @@ class DecoderConfig:
         return False
 
     @property
+    def has_sublayer_norms(self) -> bool:
+        """What attention and feed-forward give is normed before it is added to the residual (Gemma)."""
+        return False
+
+    @property
     def rope(self) -> Rope | None:
         """Rotary positions; None: learned ones, which are added to the embedding."""
         return None
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        """Those of one layer."""
+        return self.rope
+
+    def layer_window(self, layer: int) -> int | None:
+        """How many of the newest tokens, its own included, a token attends to in a layer; None: all of them."""
+        return None
+
+    @property
+    def has_windows(self) -> bool:
+        return any(self.layer_window(layer) for layer in range(self.num_hidden_layers))
 
     @property
     def has_learned_positions(self) -> bool:
@@ -227,9 +252,21 @@ class DecoderConfig:
         return self.hidden_size
 
     @property
+    def embed_scale(self) -> float:
+        """The factor of embeddings, which a tied head does not have."""
+        return 1.0
+
+    @property
     def has_tied_head(self) -> bool:
         """The head is the embedding."""
         return True
+
+    # --- weights
+
+    def folded(self, part: str) -> tuple[float, float]:
+        """(scale, offset) with which weights of `part`, the end of a Hugging Face name, are stored here: a multiplier
+        that the model applies to its outputs, or the 1 that it adds to the weights of a norm."""
+        return 1.0, 0.0
 
     # --- what stands around the layers
 

@@ -7,7 +7,7 @@ transformers.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from skipdecode.config.model import DecoderConfig, Implementation, Parts, TokenizerRules
+from skipdecode.config.model import DecoderConfig, FeedForwardKind, Implementation, Parts, TokenizerRules
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class WrappedConfig(DecoderConfig):
         return max(1, (self.layer_weights - attention) // (3 * self.hidden_size))
 
     @property
-    def mlp(self) -> Literal["relu", "swiglu"]:
+    def mlp(self) -> FeedForwardKind:
         return "swiglu"
 
     @property

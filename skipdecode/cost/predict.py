@@ -60,7 +60,7 @@ class Prediction:
 
 def num_weights(config: DecoderConfig) -> int:
     """Weights of embedding, layers and head, without norms and biases."""
-    mlp = (3 if config.mlp == "swiglu" else 2) * config.hidden_size * config.ffn_dim
+    mlp = (3 if config.is_gated else 2) * config.hidden_size * config.ffn_dim
     attention = config.hidden_size * 2 * (config.q_dim + config.kv_dim)
     positions = config.max_position_embeddings * config.hidden_size if config.has_learned_positions else 0
     head = config.vocab_size * config.embed_dim

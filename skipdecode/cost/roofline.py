@@ -126,7 +126,7 @@ def shared_kv_cost(
 
 
 def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
-    weights = (3 if config.mlp == "swiglu" else 2) * config.hidden_size * config.ffn_dim
+    weights = (3 if config.is_gated else 2) * config.hidden_size * config.ffn_dim
     moved = (weight_itemsize or itemsize) * weights + itemsize * tokens * (4 * config.hidden_size + 2 * config.ffn_dim)
     return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
 
@@ -167,7 +167,8 @@ def plan_parts(
         columns = 1 if layer >= min(first, top) else new_columns  # above the last K/V only a prompt's last token runs
         if plan.attn[layer]:
             kv_columns = new_columns if layer < first else 0
-            shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": context}
+            seen = min(context, config.layer_window(layer) or context)
+            shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": seen}
             parts.append(attention_cost(config, **shape, **sizes, columns_read_once=columns_read_once))
         if settled[layer]:
             parts.append(ffn_cost(config, tokens=rows * columns, **sizes))

@@ -293,7 +293,7 @@ class ContinuousBatch:
         return TokensView(
             self._cache,
             to_device(index, self.model.device),
-            self.model.rotary_table,
+            self.model.rotary_tables,
             most=most,
             num_columns=max(columns) + 1,
             prefixes=None if prefixes is None else self._prefixes.cache,

@@ -338,7 +338,7 @@ class CudaGraphs:
         model, num_pad, tokens = self.model, self._num_pad[:rows], self._tokens[:rows]
         last = model.config.max_position_embeddings - 1
         positions = (self._at - num_pad)[:, None].clamp(max=last)
-        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotary_table)
+        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotary_tables)
         h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, LayerRanges.of_plan(plan))
         # logits go into memory that graphs share, so that callers who want them need no copy
         logits = model.head_into(h[:, -1], self._logits[:rows])

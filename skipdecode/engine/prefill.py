@@ -150,7 +150,7 @@ def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) 
 
 def _bytes_of_row(model: Decoder, num_new: int, columns: int, has_mask: bool) -> int:
     """Bytes of a row's prompt that exist at the same time on a GPU."""
-    c, itemsize, gates = model.config, model.dtype.itemsize, 2 if model.config.mlp == "swiglu" else 1
+    c, itemsize, gates = model.config, model.dtype.itemsize, 2 if model.config.is_gated else 1
     attends, feeds = num_new * (2 * c.q_dim + 2 * c.kv_dim), num_new * 2 * gates * c.ffn_dim  # with its activation
     if c.q_dim != c.kv_dim and wants_all_heads(model.dtype, has_mask=has_mask):
         attends += 2 * columns * c.q_dim

@@ -7,18 +7,26 @@ line in `FAMILY_MODELS` of `tests/support/families.py` (docs/contributing.md has
 from typing import Any
 
 from skipdecode.config.model import DecoderConfig
+from skipdecode.families.gemma3 import Gemma3Config
+from skipdecode.families.granite import GraniteConfig
 from skipdecode.families.llama import LlamaConfig
+from skipdecode.families.llama_swiftkv import LlamaSwiftKVConfig
 from skipdecode.families.mistral import MistralConfig
 from skipdecode.families.opt import OPTConfig
+from skipdecode.families.phi3 import Phi3Config
 from skipdecode.families.qwen import Qwen2Config, Qwen3Config
+from skipdecode.families.smollm3 import SmolLM3Config
 from skipdecode.families.stablelm import StableLMConfig
 
 __all__ = ["FAMILIES", "OPTConfig", "config_of", "released"]
 
 FAMILIES: dict[str, type[DecoderConfig]] = {
     family.model_type: family
-    for family in (OPTConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, StableLMConfig)
-}
+    for family in (
+        OPTConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, StableLMConfig, Gemma3Config, Phi3Config,
+        SmolLM3Config, GraniteConfig, LlamaSwiftKVConfig,
+    )
+}  # fmt: skip
 """By `model_type` of config.json."""
 
 

@@ -1,7 +1,6 @@
 """Llama, the base of most families: rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
-Field names and defaults are those of `transformers.LlamaConfig`. What is not supported (short windows, other rope
-scalings) is refused by name.
+Field names and defaults are those of `transformers.LlamaConfig`. What is not supported is refused by name.
 """
 
 from collections.abc import Mapping
@@ -9,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from skipdecode.config.json_files import check_flag, check_size, refuse
-from skipdecode.config.model import DecoderConfig, Parts
-from skipdecode.config.rope import Rope, read_rope, write_rope
+from skipdecode.config.model import DecoderConfig, FeedForwardKind, Parts
+from skipdecode.config.rope import ORIGINAL, Rope, read_rope, write_rope
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,8 @@ class LlamaConfig(DecoderConfig):
     nullable_sizes: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "head_dim")
     stray_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of Llama that the class of this family in transformers does not read."""
+    activation: ClassVar[tuple[str, str]] = ("hidden_act", "silu")
+    """The key of the activation, and the only value."""
     rotary_share: ClassVar[float | None] = 1.0
     """The share of a head's dimensions that are rotated, if the family leaves no choice."""
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {
@@ -153,6 +154,19 @@ class LlamaConfig(DecoderConfig):
         super().__post_init__()
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, and rotary positions rotate pairs of numbers")
+        num_rotated = int(self.head_dim * self.rope.share)
+        if num_rotated % 2 or not 0 < num_rotated <= self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor {self.rope.share} rotates {num_rotated} of a head's {self.head_dim} "
+                "dimensions; expected an even number, since rotary positions rotate pairs"
+            )
+        if self.rope.scaling == "longrope":
+            for key in ("short_factor", "long_factor"):
+                if len(self.rope.get(key)) != num_rotated // 2:
+                    raise ValueError(
+                        f"rope_scaling.{key} has {len(self.rope.get(key))} numbers, expected {num_rotated // 2}, one "
+                        "for each pair of a head's dimensions that is rotated"
+                    )
 
     @property
     def num_kv_heads(self) -> int:
@@ -163,7 +177,7 @@ class LlamaConfig(DecoderConfig):
         return self.intermediate_size
 
     @property
-    def mlp(self) -> Literal["relu", "swiglu"]:
+    def mlp(self) -> FeedForwardKind:
         return "swiglu"
 
     @property
@@ -193,9 +207,8 @@ class LlamaConfig(DecoderConfig):
     @classmethod
     def read_fields(cls, raw: dict[str, Any]) -> dict[str, Any]:
         raw = {key: value for key, value in raw.items() if key not in cls.stray_keys}
-        refuse(raw, "hidden_act", "silu")
+        refuse(raw, *cls.activation)
         refuse(raw, "pretraining_tp", 1)
-        cls.refuse_windows(raw)
         known = super().read_fields(raw)
         for key in ("num_key_value_heads", "head_dim"):
             if raw.get(key) == 0:
@@ -203,30 +216,17 @@ class LlamaConfig(DecoderConfig):
         if "num_key_value_heads" in raw and raw["num_key_value_heads"] is None:  # not the family's default
             known["num_key_value_heads"] = 0
         known["has_mlp_bias"] = check_flag("mlp_bias", raw.get("mlp_bias") or False)
-        rope = known["rope"] = read_rope(raw, known.get("max_position_embeddings", cls.max_position_embeddings))
+        context = known.get("max_position_embeddings", cls.max_position_embeddings)
+        rope = known["rope"] = read_rope(raw, check_size("max_position_embeddings", context))
+        if rope.scaling == "longrope":  # its frequencies change there, and what is cached has turned by the old ones
+            known["max_position_embeddings"] = min(context, rope.get(ORIGINAL))
         if cls.rotary_share not in (None, rope.share):
             raise ValueError(f"partial_rotary_factor is {rope.share}; only {cls.rotary_share} is supported")
         return known
 
-    @classmethod
-    def refuse_windows(cls, raw: dict[str, Any]) -> None:
-        """Raises ValueError if a layer would not attend to the whole context."""
-
-    @classmethod
-    def refuse_short_window(cls, raw: dict[str, Any]) -> None:
-        """Raises ValueError if `sliding_window` (4096 if absent, as in transformers) is shorter than the context."""
-        window, context = raw.get("sliding_window", 4096), raw.get("max_position_embeddings")
-        context = cls.max_position_embeddings if context is None else context
-        if window is None:
-            return
-        if check_size("sliding_window", window) < check_size("max_position_embeddings", context):
-            raise ValueError(
-                f"sliding_window is {window}, shorter than max_position_embeddings {context}, and this version attends "
-                "to the whole context; set max_position_embeddings to the window for prompts that fit it"
-            )
-
     def to_dict(self) -> dict[str, Any]:
-        raw = super().to_dict() | {"hidden_act": "silu"}
+        key, name = self.activation
+        raw = super().to_dict() | {key: name}
         raw["mlp_bias"] = raw.pop("has_mlp_bias")
         del raw["rope"]
         if self.rotary_share is None:  # for a family with a choice an absent key does not mean 1

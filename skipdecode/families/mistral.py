@@ -1,30 +1,33 @@
 """Mistral: a Llama with grouped-query attention and, in its first version, a sliding window.
 
-Defaults are those of `transformers.MistralConfig`. Windows shorter than the context are refused (`LlamaConfig`).
+Defaults are those of `transformers.MistralConfig`.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skipdecode.config.model import TokenizerRules
-from skipdecode.families.llama import LlamaConfig
+from skipdecode.families.windowed import WindowedConfig, read_window
 
 
 @dataclass(frozen=True)
-class MistralConfig(LlamaConfig):
+class MistralConfig(WindowedConfig):
     model_type: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
     tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
     nullable_sizes: ClassVar[tuple[str, ...]] = ("head_dim",)
-    stray_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
+    stray_keys: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias", "layer_types")
 
     num_key_value_heads: int = 8
     intermediate_size: int = 14336
     max_position_embeddings: int = 4096 * 32
+    sliding_window: int | None = 4096
 
     @classmethod
-    def refuse_windows(cls, raw: dict[str, Any]) -> None:
-        cls.refuse_short_window(raw)
+    def read_windows(cls, raw: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[str, ...]]:
+        return read_window(raw, cls.sliding_window), ()
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"sliding_window": None}
+        raw = super().to_dict()
+        del raw["layer_types"]
+        return raw

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from skipdecode.config.json_files import refuse
-from skipdecode.config.model import DecoderConfig, Parts, TokenizerRules
+from skipdecode.config.model import DecoderConfig, FeedForwardKind, Parts, TokenizerRules
 
 # Released shapes (metaseq opt_job_constants.py): layers, hidden, heads; ffn = 4 x hidden.
 RELEASED = {
@@ -83,7 +83,7 @@ class OPTConfig(DecoderConfig):
             )
 
     @property
-    def mlp(self) -> Literal["relu", "swiglu"]:
+    def mlp(self) -> FeedForwardKind:
         return "relu"
 
     @property

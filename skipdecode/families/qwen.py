@@ -1,7 +1,6 @@
 """Qwen2 and Qwen3: Llamas with biases on queries, keys and values, or with norms on each head of queries and keys.
 
-Defaults are those of `transformers.Qwen2Config` and `Qwen3Config`. Layers with windows shorter than the context are
-refused (`LlamaConfig`).
+Defaults are those of `transformers.Qwen2Config` and `Qwen3Config`.
 """
 
 from dataclasses import dataclass
@@ -9,11 +8,11 @@ from typing import Any, ClassVar
 
 from skipdecode.config.json_files import check_flag
 from skipdecode.config.model import TokenizerRules
-from skipdecode.families.llama import LlamaConfig
+from skipdecode.families.windowed import SLIDING, WindowedConfig, read_layer_types, read_window
 
 
 @dataclass(frozen=True)
-class Qwen2Config(LlamaConfig):
+class Qwen2Config(WindowedConfig):
     """Biases on queries, keys and values only."""
 
     model_type: ClassVar[str] = "qwen2"
@@ -34,16 +33,17 @@ class Qwen2Config(LlamaConfig):
         return False
 
     @classmethod
-    def refuse_windows(cls, raw: dict[str, Any]) -> None:
+    def read_windows(cls, raw: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[str, ...]]:
         has_windows = check_flag("use_sliding_window", raw.get("use_sliding_window") or False)
-        if has_windows:
-            cls.refuse_short_window(raw)
-        for kind in raw.get("layer_types") or ():
-            if kind != "full_attention" and not (has_windows and kind == "sliding_attention"):
-                raise ValueError(f"layer_types has {kind!r}; only 'full_attention' is supported")
+        window = read_window(raw, 4096) if has_windows else None
+        from_layer = raw.get("max_window_layers", 28)
+        kinds = read_layer_types(raw, num_layers, lambda layer: window is not None and layer >= from_layer)
+        if not has_windows and SLIDING in kinds:
+            raise ValueError(f"layer_types has {SLIDING!r}, and use_sliding_window is false")
+        return window, kinds
 
     def to_dict(self) -> dict[str, Any]:
-        raw = super().to_dict() | {"use_sliding_window": False}
+        raw = super().to_dict() | {"use_sliding_window": self.sliding_window is not None}
         del raw["attention_bias"]
         return raw
 

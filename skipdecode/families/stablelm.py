@@ -31,12 +31,6 @@ class StableLMConfig(LlamaConfig):
         super().__post_init__()
         if self.head_dim * self.num_attention_heads != self.hidden_size:
             raise ValueError(f"head_dim is {self.head_dim}; only hidden_size / num_attention_heads is supported")
-        num_rotated = int(self.head_dim * self.rope.share)
-        if num_rotated % 2 or not 0 < num_rotated <= self.head_dim:
-            raise ValueError(
-                f"partial_rotary_factor {self.rope.share} rotates {num_rotated} of a head's {self.head_dim} "
-                "dimensions; expected an even number, since rotary positions rotate pairs"
-            )
 
     @property
     def norm(self) -> Literal["layer", "rms"]:

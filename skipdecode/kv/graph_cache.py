@@ -21,10 +21,10 @@ from torch import Tensor
 from skipdecode.backends.backend import GraphKVRange
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.backends.rope import Rotation, rotation_at
+from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.config.model import KV_ALIGNMENT, DecoderConfig
 from skipdecode.kv.static_cache import KVCache
-from skipdecode.kv.view import StepView
+from skipdecode.kv.view import AttentionVariant, StepView, window_of
 
 
 class PoolFull(RuntimeError):
@@ -206,25 +206,27 @@ class TableView(StepView):
     has_kernels = True
 
     def __init__(
-        self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, table: Tensor | None
+        self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, tables: RotaryTables
     ) -> None:
         """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `GraphKVRange`. `positions` [B, 1]
-        int64. `table`: the table of `rope.rotary_table`."""
+        int64. `tables`: of all layers."""
         self._memory, self._where, self._first, self._last = memory, where, first, last
-        self._positions, self._table = positions, table
+        self._positions, self._tables = positions, tables
         decode_attention = backend_on(memory.device).decode_attention(memory)
         assert decode_attention is not None, "the back end cannot read addresses from a table"
         self._decode_attention = decode_attention
 
     @cached_property
-    def rotation(self) -> Rotation | None:
-        return rotation_at(self._table, self._positions)
+    def rotations(self) -> Rotations:
+        return Rotations(self._tables, self._positions)
 
     def columns(self, layer: int) -> GraphKVRange:
         return GraphKVRange(self._memory, self._where[layer], self._first, self._last.expand(len(self._first)))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        return self._decode_attention(q, k, v, self.columns(layer))
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
+        return self._decode_attention(q, k, v, self.columns(layer), window=window_of(variant))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores K and V [B, G, 1, K] in the column `last` of every row."""

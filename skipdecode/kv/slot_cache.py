@@ -22,10 +22,10 @@ from torch import Tensor
 from skipdecode.backends.backend import Backend, DecodeAttention, FusedLayer, KVRange, SharedPrefix
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.backends.rope import Rotation, rotation_at
+from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.config.model import DecoderConfig
 from skipdecode.kv.static_cache import KVCache
-from skipdecode.kv.view import AttentionVariant, MaskRule, StepView, attention
+from skipdecode.kv.view import AttentionVariant, MaskRule, StepView, attention, kernels_take, window_of
 
 ROW_STEP, COLUMN_STEP = 8, 64  # memory grows by whole steps, so that it seldom does
 MAX_PREPARED = 64  # prepared calls that are kept: of groups of layers, for as many numbers of tokens
@@ -306,15 +306,15 @@ class TokensView(StepView):
         self,
         cache: SlotCache,
         index: Tensor,
-        table: Tensor | None,
+        tables: RotaryTables,
         *,
         most: int,
         num_columns: int,
         prefixes: SlotCache | None = None,
     ) -> None:
-        """`index` as `token_index` makes it. `table`: the table of `rope.rotary_table`. `most`: the largest number of
+        """`index` as `token_index` makes it. `tables`: the rotary ones of all layers. `most`: the largest number of
         tokens of a slot. `num_columns`: what the tokens attend to at most. `prefixes`: where shared prefixes are."""
-        self._cache, self.index, self._table, self.most, self.prefixes = cache, index, table, most, prefixes
+        self._cache, self.index, self._tables, self.most, self.prefixes = cache, index, tables, most, prefixes
         self._num_columns = num_columns
         self._masks: dict[MaskRule, Tensor] = {}
         self._decode_attention = cache.token_attention
@@ -326,7 +326,7 @@ class TokensView(StepView):
         self.index[COLUMN] += 1
         self._num_columns += 1
         self._masks.clear()
-        for cached in ("positions", "rotation", "_mask", "_last_columns"):
+        for cached in ("positions", "rotations", "_mask", "_last_columns"):
             self.__dict__.pop(cached, None)
 
     @cached_property
@@ -335,8 +335,8 @@ class TokensView(StepView):
         return (self.index[COLUMN] + self.index[PREFIX_LENGTH])[:, None]
 
     @cached_property
-    def rotation(self) -> Rotation | None:
-        return rotation_at(self._table, self.positions)
+    def rotations(self) -> Rotations:
+        return Rotations(self._tables, self.positions)
 
     def columns(self, layer: int) -> KVRange:
         return self.columns_at(layer, self.index)
@@ -363,8 +363,8 @@ class TokensView(StepView):
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
     ) -> Tensor:
-        if self._decode_attention is not None and variant is None:
-            return self._decode_attention(q, k, v, self.columns(layer))
+        if self._decode_attention is not None and kernels_take(variant):
+            return self._decode_attention(q, k, v, self.columns(layer), window=window_of(variant))
         if k is not None and v is not None:
             self.store(layer, k, v)
         mask = self._mask_of(variant)
@@ -409,7 +409,7 @@ class TokensView(StepView):
         return TokensView(
             self._cache,
             self.index[:, where].contiguous(),
-            self._table,
+            self._tables,
             most=self.most,
             num_columns=self._num_columns,
             prefixes=self.prefixes,

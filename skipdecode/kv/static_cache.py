@@ -19,9 +19,19 @@ from torch import Tensor
 from skipdecode.backends.backend import DecodeAttention, FusedKVStore, FusedLayer, KVRange, PackedPrompts, SharedPrefix
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
-from skipdecode.backends.rope import Rotation, rotation_at
+from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.config.model import DecoderConfig
-from skipdecode.kv.view import AttentionVariant, MaskRule, StepView, allowed_by, attention, causal_mask, diagonal
+from skipdecode.kv.view import (
+    AttentionVariant,
+    MaskRule,
+    StepView,
+    allowed_by,
+    attention,
+    causal_mask,
+    diagonal,
+    kernels_take,
+    window_of,
+)
 
 
 class SharedPrefixKV:
@@ -311,11 +321,11 @@ class PaddedView(StepView):
     """T new columns after those in `cache`."""
 
     def __init__(
-        self, cache: KVCache, positions: Tensor, table: Tensor | None, *, original: KVCache | None = None
+        self, cache: KVCache, positions: Tensor, tables: RotaryTables, *, original: KVCache | None = None
     ) -> None:
-        """`positions` [B, T] int64, -1 for padding. `table`: the table of `rope.rotary_table`. `original`: the cache on
+        """`positions` [B, T] int64, -1 for padding. `tables`: of all layers. `original`: the cache on
         the first device, if `cache` is its copy for another one (`KVCache.on`)."""
-        self._cache, self.positions, self._table = cache, positions, table
+        self._cache, self.positions, self._tables = cache, positions, tables
         self._original = original or cache
         self._masks: dict[MaskRule, Tensor] = {}
         self._num_new = positions.shape[1]
@@ -323,8 +333,8 @@ class PaddedView(StepView):
         self.has_kernels = self._decode_attention is not None
 
     @cached_property
-    def rotation(self) -> Rotation | None:
-        return rotation_at(self._table, self.positions)
+    def rotations(self) -> Rotations:
+        return Rotations(self._tables, self.positions)
 
     def columns(self, layer: int) -> KVRange:
         return self._cache.columns(layer)
@@ -348,8 +358,8 @@ class PaddedView(StepView):
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
     ) -> Tensor:
-        if self._decode_attention is not None and variant is None:
-            return self._decode_attention(q, k, v, self.columns(layer))
+        if self._decode_attention is not None and kernels_take(variant):
+            return self._decode_attention(q, k, v, self.columns(layer), window=window_of(variant))
         if k is not None and v is not None:
             self.store(layer, k, v)
         return attention(q, *self._cache.read(layer, self._num_new), self._mask_of(variant), variant)
@@ -361,13 +371,13 @@ class PaddedView(StepView):
         assert where == slice(None), "all rows of a static batch are at the same step"
         return self
 
-    def on(self, device: torch.device, table: Tensor | None) -> "PaddedView":
+    def on(self, device: torch.device, tables: RotaryTables) -> "PaddedView":
         positions = self.positions.to(device, non_blocking=True)
-        return PaddedView(self._original.on(device), positions, table, original=self._original)
+        return PaddedView(self._original.on(device), positions, tables, original=self._original)
 
     def last(self, h: Tensor) -> tuple[Tensor, "PaddedView"]:
         cache = self._cache.with_length(self._cache.length + self._num_new - 1)
-        return h[:, -1:].contiguous(), PaddedView(cache, self.positions[:, -1:], self._table)
+        return h[:, -1:].contiguous(), PaddedView(cache, self.positions[:, -1:], self._tables)
 
 
 class PackedPromptsView:
@@ -378,19 +388,20 @@ class PackedPromptsView:
     """
 
     has_kernels = stores_by_kernel = True
-    rotation = None
 
     def __init__(
-        self, cache: KVCache, positions: Tensor, table: Tensor | None, num_cached: Tensor | None = None
+        self, cache: KVCache, positions: Tensor, tables: RotaryTables, num_cached: Tensor | None = None
     ) -> None:
         """`num_cached` [B] int64: tokens of each prompt that are already in `cache` or in a shared prefix; None if none
         are."""
-        self._cache, self._positions, self._table = cache, positions, table
+        self._cache, self._positions, self._tables = cache, positions, tables
         columns = cache.num_pad if cache.shared is None else cache.num_pad - cache.shared.counts
         self.prompts = PackedPrompts(positions, columns, num_cached, cache.slots)
         self.pack = self.prompts.pack
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
         raise AssertionError("prompts without padding need layers that are one kernel")
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -407,13 +418,17 @@ class PackedPromptsView:
     def store_by_kernel(self, kernel: FusedKVStore, h: Tensor, layers: Mapping[int, int]) -> None:
         kernel(h, self.prompts, {product: self._memory(layer) for product, layer in layers.items()})
 
+    @property
+    def rotations(self) -> Rotations:
+        raise AssertionError("prompts without padding need layers that are one kernel")
+
     def part(self, where: slice) -> "PackedPromptsView":
         assert where == slice(None), "all rows of a static batch are at the same step"
         return self
 
     def last(self, h: Tensor) -> tuple[Tensor, "LastTokensView"]:
-        rotation = rotation_at(self._table, self._positions[:, -1:])
-        return self.prompts.last(h), LastTokensView(self._cache, self.prompts.last_columns, rotation)
+        rotations = Rotations(self._tables, self._positions[:, -1:])
+        return self.prompts.last(h), LastTokensView(self._cache, self.prompts.last_columns, rotations)
 
     def _memory(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._cache.k[layer], self._cache.v[layer]
@@ -427,19 +442,21 @@ class LastTokensView(StepView):
 
     has_kernels = True
 
-    def __init__(self, cache: KVCache, last_columns: Tensor, rotation: Rotation | None) -> None:
+    def __init__(self, cache: KVCache, last_columns: Tensor, rotations: Rotations) -> None:
         """`last_columns` [B] int64: the columns of these tokens."""
-        self._cache, self._last_columns, self.rotation = cache, last_columns, rotation
+        self._cache, self._last_columns, self.rotations = cache, last_columns, rotations
 
     def columns(self, layer: int) -> KVRange:
         cache = self._cache
         shared = None if cache.shared is None else cache.shared.columns(layer)
         return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last_columns, cache.slots, shared)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
         decode_attention = self._cache.decode_attention
         assert decode_attention is not None, "prompts without padding need a back end with kernels"
-        return decode_attention(q, k, v, self.columns(layer))
+        return decode_attention(q, k, v, self.columns(layer), window=window_of(variant))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise AssertionError("the prompts' keys and values are stored already")

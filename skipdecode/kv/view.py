@@ -7,7 +7,7 @@ B rows, T new tokens, S columns visible, H query heads, G key/value heads, K hea
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol, Self
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import FusedKVStore, FusedLayer, GraphKVRange, KVRange
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.rope import Rotation
+from skipdecode.backends.rope import RotaryTables, Rotations
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' `mask_function`: whether the query at one position attends to the key at another. Takes row, head,
@@ -35,6 +35,19 @@ class AttentionVariant:
     """[H] a score of each head that takes its share of the softmax and has no value (gpt-oss)."""
     rule: MaskRule | None = None
     """None: causal. Padding is masked whatever it says."""
+    window: int | None = None
+    """Set where it is nothing but `sliding_window`, which kernels take, too."""
+
+
+@cache
+def sliding_window(window: int, head_dim: int) -> AttentionVariant:
+    """Each token attends to the `window` newest ones, itself included. One object for all layers that have it, whose
+    masks are made once."""
+
+    def rule(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - window)
+
+    return AttentionVariant(head_dim**-0.5, rule=rule, window=window)
 
 
 class KVView(Protocol):
@@ -46,12 +59,14 @@ class KVView(Protocol):
     """True if `store_by_kernel` is supported."""
 
     @property
-    def rotation(self) -> Rotation | None:
-        """The rotary embedding of the new tokens; None if positions are in the embedding."""
+    def rotations(self) -> Rotations:
+        """The rotary embedding of the new tokens, by layer."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
+    ) -> Tensor:
         """Stores K and V [B, G, T, K] of the new tokens (None if they are stored already), then attends:
-        q [B, H, T, K] -> [B, H, T, K]."""
+        q [B, H, T, K] -> [B, H, T, K]. Every view takes a `sliding_window`, and `VariantView` any variant."""
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores K and V [B, G, T, K] of the new tokens."""
@@ -74,8 +89,16 @@ class KVView(Protocol):
         """The states [B, 1, D] of the last new token, whose K and V are stored already, and a view of it."""
 
 
+def kernels_take(variant: AttentionVariant | None) -> bool:
+    return variant is None or variant.window is not None
+
+
+def window_of(variant: AttentionVariant | None) -> int | None:
+    return None if variant is None else variant.window
+
+
 class VariantView(KVView, Protocol):
-    """A view whose attention takes variants, and that says where its tokens are: what layers of transformers need."""
+    """A view whose attention takes any variant, and that says where its tokens are, as layers of transformers need."""
 
     @property
     def positions(self) -> Tensor:
@@ -90,8 +113,8 @@ class VariantView(KVView, Protocol):
 class MovableView(KVView, Protocol):
     """A view for layers on several devices."""
 
-    def on(self, device: torch.device, table: Tensor | None) -> "MovableView":
-        """The view for layers on that device, which also has `table` (`rope.rotary_table`)."""
+    def on(self, device: torch.device, tables: RotaryTables) -> "MovableView":
+        """The view for layers on that device, which also has `tables`."""
 
 
 class StepView:

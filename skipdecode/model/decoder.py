@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, PackedWeight
 from skipdecode.backends.device import backend_on
-from skipdecode.backends.rope import rotary_table
+from skipdecode.backends.rope import RotaryTables, rotary_tables
 from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.kv.static_cache import KVCache, PackedPromptsView, PaddedView
 from skipdecode.kv.view import KVView
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         )
         self.project_in = nn.Linear(embed, width, bias=False) if embed != width else None
         self.project_out = nn.Linear(width, embed, bias=False) if embed != width else None
-        self.blocks = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(Layer(config, number) for number in range(config.num_hidden_layers))
         self.final_norm = make_norm(config, width) if config.has_final_norm else None
         self.lm_head = None if config.has_tied_head else nn.Linear(embed, config.vocab_size, bias=False)
         has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         """The device of each layer, if they are on several."""
         self.packed_head: PackedWeight | None = None
         """The LM head's weight in the layout of the back end; None if it is not packed."""
-        self._rotations: dict[torch.device, Tensor] = {}
+        self._rotations: dict[torch.device, RotaryTables] = {}
         self.quantization: Quantization | None = None
         """The quantization of packed weights."""
 
@@ -79,10 +79,10 @@ class Decoder(nn.Module):
         for linear in linears:
             linear.pack(quantization)
         if self.swiftkv is not None:
-            self.swiftkv.pack(quantization, self.layers, self.rotary_table)
+            self.swiftkv.pack(quantization, self.layers, self.rotary_tables)
         for i, layer in enumerate(self.layers):
             query = self.swiftkv.query(i) if self.swiftkv is not None and i >= self.swiftkv.first else None
-            layer.fuse(self.rotary_table_on(self.device_of(i)), query)
+            layer.fuse(self.rotary_tables_on(self.device_of(i))[i], query)
         self.quantization = quantization
         return self
 
@@ -160,17 +160,15 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.dtype
 
     @property
-    def rotary_table(self) -> Tensor | None:
-        """The rotary table (`rope.rotary_table`) on the model's device; None without rotary embeddings."""
-        return self.rotary_table_on(self.device)
+    def rotary_tables(self) -> RotaryTables:
+        """The rotary tables of all layers on the model's device."""
+        return self.rotary_tables_on(self.device)
 
-    def rotary_table_on(self, device: torch.device) -> Tensor | None:
-        if self.config.rope is not None and device not in self._rotations:
-            with torch.inference_mode(False):  # a backward pass may need it
-                made = rotary_table(self.config, device)
-            assert made is not None
-            self._rotations[device] = made
-        return self._rotations.get(device)
+    def rotary_tables_on(self, device: torch.device) -> RotaryTables:
+        if device not in self._rotations:
+            with torch.inference_mode(False):  # a backward pass may need them
+                self._rotations[device] = rotary_tables(self.config, device)
+        return self._rotations[device]
 
     def device_of(self, layer: int) -> torch.device:
         return self.device if self.placement is None else self.placement.of_layers[layer]
@@ -183,6 +181,8 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens, positions [...] int64 -> [..., D]. Position 0 is a row's first token, -1 is padding."""
         h: Tensor = self.embed_tokens(tokens)
+        if (scale := self.config.embed_scale) != 1.0:
+            h = h * float(torch.tensor(scale, dtype=h.dtype))  # rounded first, as transformers does
         if self.project_in is not None:
             h = self.project_in(h)
         if self.embed_positions is not None:
@@ -249,9 +249,9 @@ class Decoder(nn.Module):
             last = self._forward_pipelined(self.placement, tokens, positions, cache, ranges)
             cache.length += T
             return self.argmax(last) if return_argmax else self.head(last)
-        kv: KVView = PaddedView(cache, positions, self.rotary_table)
+        kv: KVView = PaddedView(cache, positions, self.rotary_tables)
         if ranges.last_token_at is not None and self.supports_packed_prompts(cache.k[0]):
-            kv = prompts = PackedPromptsView(cache, positions, self.rotary_table, before)
+            kv = prompts = PackedPromptsView(cache, positions, self.rotary_tables, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
@@ -265,6 +265,6 @@ class Decoder(nn.Module):
         device."""
         runs = []
         for rows, part in cache.parts(placement.num_parts):
-            kv = PaddedView(part, positions[rows], self.rotary_table)
+            kv = PaddedView(part, positions[rows], self.rotary_tables)
             runs.append(run_placed(self, placement, self.embed(tokens[rows], positions[rows]), kv, ranges))
         return torch.cat([h[:, -1] for h, _ in in_phases(runs)])

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from skipdecode.backends.backend import FusedLayer
+from skipdecode.backends.rope import RotaryTables
 from skipdecode.kv.view import KVView, MovableView
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.layer import Layer
@@ -38,8 +39,8 @@ class LayerStack(Protocol):
     def swiftkv(self) -> SwiftKV | None:
         """SwiftKV's weights, in a model that has them."""
 
-    def rotary_table_on(self, device: torch.device) -> Tensor | None:
-        """The rotary table (`rope.rotary_table`) on a device."""
+    def rotary_tables_on(self, device: torch.device) -> RotaryTables:
+        """The rotary tables of all layers on a device."""
 
 
 def run_layers(
@@ -74,7 +75,7 @@ def run_placed(
     for number, here in groups:
         device = placement.devices[number]
         if number != at:
-            h, kv, at = h.to(device, non_blocking=True), kv.on(device, model.rotary_table_on(device)), number
+            h, kv, at = h.to(device, non_blocking=True), kv.on(device, model.rotary_tables_on(device)), number
         yield
         with launching_on(device):
             h, left = _run(model, tuple(here), h, kv, ranges, recompute=recompute)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.backend import TORCH, Activation, Backend, PackedWeight, Product, activate
+from skipdecode.backends.backend import GATED, TORCH, Activation, Backend, PackedWeight, Product, activate
 from skipdecode.backends.device import backend_on
 from skipdecode.config.model import Quantization
 
@@ -17,7 +17,7 @@ from skipdecode.config.model import Quantization
 class Linear(nn.Linear):
     """[..., in] -> [..., out]: x W^T + b, then an activation, or the sum with `residual` [..., out].
 
-    `is_gated`: for `swiglu`, where the outputs are [gate; up] and the result is silu(gate) * up [..., out / 2].
+    `is_gated`: for `swiglu` and `geglu`, where the outputs are [gate; up] and the result is [..., out / 2].
     """
 
     packed: PackedWeight | None = None
@@ -40,7 +40,7 @@ class Linear(nn.Linear):
         """A LoRA adapter in training (`skipdecode.training.lora`)."""
 
     def forward(self, x: Tensor, *, activation: Activation = "none", residual: Tensor | None = None) -> Tensor:
-        assert self.is_gated == (activation == "swiglu"), (self.is_gated, activation)
+        assert self.is_gated == (activation in GATED), (self.is_gated, activation)
         if self.packed is not None:
             assert not (torch.is_grad_enabled() and x.requires_grad), "a packed layer has no gradient"
             return self.packed(x, self.bias, activation=activation, residual=residual)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedKVStore, PackedWeight
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.rope import RotaryTables
 from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.kv.view import KVView
 from skipdecode.model.layer import Layer, kernel_shape, make_norm
@@ -52,10 +53,10 @@ class SwiftKV(nn.Module):
             groups = [parts[at : at + self.group_size] for at in range(0, len(parts), self.group_size)]
             own.copy_(torch.cat([torch.stack(group).mean(dim=0) for group in groups]))
 
-    def pack(self, quantization: Quantization | None, layers: Sequence[Layer], rotary_table: Tensor | None) -> None:
+    def pack(self, quantization: Quantization | None, layers: Sequence[Layer], rotary_tables: RotaryTables) -> None:
         """Packs as `Linear.pack` does, K/V by group, since a step needs only those of the layers that it runs.
 
-        `layers` and `rotary_table` are the model's.
+        `layers` and `rotary_tables` are the model's.
         """
         backend = backend_on(self.kv.weight.device)
         packed = [backend.pack(part, quantization) for part in self.kv.weight.chunk(self._num_groups)]
@@ -66,9 +67,9 @@ class SwiftKV(nn.Module):
         biases = [None] * self._num_groups if self.kv.bias is None else self.kv.bias.chunk(self._num_groups)
         products = [part.product(bias) for part, bias in zip(self._packed, biases, strict=True)]
         k_norms = [layers[self.leader(group)].k_norm for group in range(self._num_groups)]
-        self._store_kernel = backend.fuse_kv_store(
-            kernel_shape(self.config, rotary_table), self.norm, products, k_norms
-        )
+        tables = [rotary_tables[self.leader(group)] for group in range(self._num_groups)]
+        shape = kernel_shape(self.config, next((table for table in tables if table is not None), None))
+        self._store_kernel = backend.fuse_kv_store(shape, self.norm, products, k_norms, tables)
 
     def timed_calls(self) -> list[tuple[Any, str, str]]:
         """(object, method, stage of a decode step) for `actors.measuring.profile`."""
@@ -112,7 +113,7 @@ class SwiftKV(nn.Module):
         for start, end in zip(starts, ends, strict=True):  # adjacent groups are one product
             for group, (k, v) in enumerate(self.project(h, start, end), start):
                 leader = self.leader(group)
-                kv.store(leader, layers[leader].keys(k, kv), v)
+                kv.store(leader, layers[leader].keys(k, kv, leader), v)
         return None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.backend import FusedKVStore, FusedLayer
-from skipdecode.backends.rope import Rotation, rotation_at
+from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.kv.view import AttentionVariant, allowed_by, attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import FFNExecutor, ffn_executor
@@ -83,7 +83,7 @@ def teacher_forced_states(
     ffns = ffns or ffn_executor(schedule, B, device, gather=False)
     ffns.start_pass(plans, P)
     ranges = token_ranges(schedule.prefill(), plans, P, ffns)
-    kv = ForcedView(positions, mask, model.rotary_table, kv_owner_of_layers(schedule, model.config.kv_group_size))
+    kv = ForcedView(positions, mask, model.rotary_tables, kv_owner_of_layers(schedule, model.config.kv_group_size))
     h, _ = run_layers(model, model.embed(batch.tokens, positions), kv, ranges, ffns=ffns, recompute=recompute)
     return h[:, P - 1 :]
 
@@ -110,8 +110,8 @@ class ForcedView:
     """[B, n] int64"""
     mask: Tensor | None
     """[B, 1, n, n] bool; None: causal, no padding."""
-    table: Tensor | None
-    """The table of `rope.rotary_table`."""
+    tables: RotaryTables
+    """Of all layers."""
     kv_owner: Sequence[int]
     """[L] the layer whose K/V each layer attends to, if it has none of its own."""
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -121,9 +121,14 @@ class ForcedView:
 
     has_kernels = stores_by_kernel = False
 
+    @property
+    def key_positions(self) -> Tensor:
+        """[B, S] int64: the positions of the keys, the last of which are those of the pass."""
+        return self.positions
+
     @cached_property
-    def rotation(self) -> Rotation | None:
-        return rotation_at(self.table, self.positions)
+    def rotations(self) -> Rotations:
+        return Rotations(self.tables, self.positions)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
@@ -132,7 +137,7 @@ class ForcedView:
             k, v = (t[:, :, : q.shape[2]] for t in self.shared[self.kv_owner[layer]])
         mask = self.mask
         if variant is not None and variant.rule is not None:
-            allowed = allowed_by(variant.rule, self.positions, q.shape[2])
+            allowed = allowed_by(variant.rule, self.key_positions, q.shape[2])
             mask = allowed if mask is None else allowed & mask
         return attention(q, k, v, mask, variant)
 
@@ -152,14 +157,14 @@ class ForcedView:
         if n == self.positions.shape[1]:
             return self
         mask = None if self.mask is None else self.mask[:, :, :n, :n]
-        return ForcedView(self.positions[:, :n], mask, self.table, self.kv_owner, self.shared)
+        return ForcedView(self.positions[:, :n], mask, self.tables, self.kv_owner, self.shared)
 
-    def on(self, device: torch.device, table: Tensor | None) -> "ForcedView":
+    def on(self, device: torch.device, tables: RotaryTables) -> "ForcedView":
         self.moved.setdefault(self.positions.device, (self.positions, self.mask))
         if device not in self.moved:
             mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
             self.moved[device] = self.positions.to(device, non_blocking=True), mask
-        return ForcedView(*self.moved[device], table, self.kv_owner, self.shared, self.moved)
+        return ForcedView(*self.moved[device], tables, self.kv_owner, self.shared, self.moved)
 
     def last(self, h: Tensor) -> tuple[Tensor, "ForcedView"]:
         raise AssertionError("all tokens' states are wanted")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from skipdecode.kv.view import AttentionVariant, attention, causal_mask, diagonal
+from skipdecode.backends.rope import RotaryTables
+from skipdecode.kv.view import AttentionVariant, allowed_by, attention, causal_mask, diagonal
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ALL_ROWS
 from skipdecode.model.layer_loop import run_layers
@@ -34,7 +35,7 @@ class DraftedText:
         valid = (offsets >= batch.num_pad[:, None])[:, None, None]  # [B, 1, 1, S]
         mask = valid & causal_mask(positions, positions, device) | diagonal(positions, positions, device)
         num_layers = model.config.num_hidden_layers
-        view = KeepingView(self._positions, mask, model.rotary_table, range(num_layers))
+        view = KeepingView(self._positions, mask, model.rotary_tables, range(num_layers))
         ranges = LayerRanges.of_plan(FullDepth(num_layers).prefill())
         run_layers(model, model.embed(batch.tokens, self._positions), view, ranges)
         self._full = view.shared
@@ -52,7 +53,7 @@ class DraftedText:
         tokens, positions = batch.tokens[:, P:], self._positions[:, P:]  # [B, T - 1]
         ranges = token_ranges(drafts.prefill(), [drafts.step(k) for k in range(tokens.shape[1])], 0, ALL_ROWS)
         view = DraftView(
-            positions, None, self._model.rotary_table, (), full=self._full, num_pad=batch.num_pad, prompt_positions=P
+            positions, None, self._model.rotary_tables, (), full=self._full, num_pad=batch.num_pad, prompt_positions=P
         )
         h, _ = run_layers(self._model, self._model.embed(tokens, positions), view, ranges)
         hits = torch.zeros_like(self._fed)
@@ -67,11 +68,10 @@ class KeepingView(ForcedView):
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
     ) -> Tensor:
-        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         self.store(layer, k.contiguous(), v.contiguous())  # a copy, which does not hold the queries' memory
-        return super().attend(layer, q, k, v)
+        return super().attend(layer, q, k, v, variant)
 
     def part(self, where: slice) -> "KeepingView":
         return self  # every layer runs every position
@@ -92,14 +92,17 @@ class DraftView(ForcedView):
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
     ) -> Tensor:
-        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         keys, values = (torch.cat(parts, dim=2) for parts in zip(self.full[layer], (k, v), strict=True))
-        n = q.shape[2]
+        n, num_full = q.shape[2], self.full[layer][0].shape[2]
         if n not in self.masks:
-            self.masks[n] = self._mask(n, self.full[layer][0].shape[2])
-        return attention(q, keys, values, self.masks[n])
+            self.masks[n] = self._mask(n, num_full)
+        mask = self.masks[n]
+        if variant is not None and variant.rule is not None:
+            full = torch.arange(num_full, device=mask.device) - self.num_pad[:, None]
+            mask = mask & allowed_by(variant.rule, torch.cat([full, self.positions], dim=1), n)
+        return attention(q, keys, values, mask, variant)
 
     def _mask(self, n: int, num_full: int) -> Tensor:
         """[B, 1, n, S + n] bool."""
@@ -113,5 +116,5 @@ class DraftView(ForcedView):
         n = self.positions.shape[1] if where.stop is None else where.stop
         return replace(self, positions=self.positions[:, :n])
 
-    def on(self, device: torch.device, table: Tensor | None) -> "DraftView":
+    def on(self, device: torch.device, tables: RotaryTables) -> "DraftView":
         raise AssertionError("drafts are measured on one device")

@@ -81,7 +81,12 @@ class SharedPromptForward:
         seen = causal_mask(tokens.shape[1], start + tokens.shape[1], tokens.device)
         mask = self._valid & seen if self._has_padding else seen[None, None]
         kv = ResponseView(
-            positions, mask, model.rotary_table, kv_owner, before=self._prompts(schedule.prefill(), kv_owner)
+            positions,
+            mask,
+            model.rotary_tables,
+            kv_owner,
+            before=self._prompts(schedule.prefill(), kv_owner),
+            positions_before=self._positions[:, :start],
         )
         ffns.start_pass(plans, 1)
         ranges = token_ranges(schedule.prefill(), plans, 1, ffns)
@@ -125,7 +130,7 @@ class SharedPromptForward:
             mask = self._valid[..., :end] & causal_mask(end, end, device) | diagonal(end, end, device)
         positions = self._positions[:, :end]
         copies = self.recompute or not torch.is_grad_enabled()
-        kv = PromptView(positions, mask, self.model.rotary_table, kv_owner, copies=copies)
+        kv = PromptView(positions, mask, self.model.rotary_tables, kv_owner, copies=copies)
         h = self.model.embed(self.batch.tokens[:, :end], positions)
         if self._is_sharded and plan.swiftkv_from is None:
             return self._run_whole(h, kv, plan)
@@ -187,13 +192,12 @@ class PromptView(ForcedView):
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
     ) -> Tensor:
-        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         if self.copies:
             k, v = k.contiguous(), v.contiguous()
         self.kept[layer] = (k, v)
-        return super().attend(layer, q, k, v)
+        return super().attend(layer, q, k, v, variant)
 
     def part(self, where: slice) -> "PromptView":
         assert where.stop is None, "prompts run whole"
@@ -205,17 +209,22 @@ class ResponseView(ForcedView):
     """Responses, which attend to the prompt's columns and to their own."""
 
     before: PromptKV = field(default_factory=dict)
+    positions_before: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[B, P - 1] int64: the positions of the keys in `before`."""
+
+    @property
+    def key_positions(self) -> Tensor:
+        return torch.cat([self.positions_before, self.positions], dim=1)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
     ) -> Tensor:
-        assert variant is None, "layers of ours alone"
         if k is None or v is None:
             layer = self.kv_owner[layer]
             k, v = (t[:, :, : q.shape[2]] for t in self.shared[layer])
         if layer in self.before:
             k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.before[layer], (k, v), strict=True))
-        return super().attend(layer, q, k, v)
+        return super().attend(layer, q, k, v, variant)
 
     def part(self, where: slice) -> "ResponseView":
         old = self.positions.shape[1]
@@ -224,7 +233,7 @@ class ResponseView(ForcedView):
             return self
         assert self.mask is not None
         mask = self.mask[:, :, :n, : self.mask.shape[-1] - (old - n)]
-        return ResponseView(self.positions[:, :n], mask, self.table, self.kv_owner, self.shared, before=self.before)
+        return replace(self, positions=self.positions[:, :n], mask=mask, moved={})
 
 
 @dataclass
@@ -235,15 +244,14 @@ class ConcatenatedView(ForcedView):
 
     @classmethod
     def of(cls, views: Sequence[ResponseView]) -> "ConcatenatedView":
-        return cls(torch.cat([view.positions for view in views], dim=1), None, views[0].table, (), views=views)
+        return cls(torch.cat([view.positions for view in views], dim=1), None, views[0].tables, (), views=views)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None
     ) -> Tensor:
         """q [B, H, n, K] for the columns of all passes."""
-        assert variant is None, "layers of ours alone"
         assert k is not None
         assert v is not None
         widths = [view.positions.shape[1] for view in self.views]
         parts = zip(self.views, *(torch.split(t, widths, dim=2) for t in (q, k, v)), strict=True)
-        return torch.cat([view.attend(layer, *own) for view, *own in parts], dim=2)
+        return torch.cat([view.attend(layer, *own, variant) for view, *own in parts], dim=2)

@@ -71,7 +71,7 @@ class SwiftKVLeastSquares:
         is_token = torch.cat([is_prompt, batch.targets[:, 1:] != IGNORE], dim=1)  # [B, P + T - 1]
         seen = causal_mask(columns, columns, offsets.device)
         mask = is_token[:, None, None] & seen | diagonal(columns, columns, offsets.device)
-        view = ForcedView(positions, mask, model.rotary_table, range(len(model.layers)))
+        view = ForcedView(positions, mask, model.rotary_tables, range(len(model.layers)))
         h, found = model.embed(batch.tokens, positions), list[Tensor]()
         for number, layer in enumerate(model.layers):
             if number == self.added.first:

@@ -29,7 +29,7 @@ def layers(
         vocab_size=8, hidden_size=width, num_hidden_layers=1, ffn_dim=ffn_dim, num_attention_heads=heads,
         enable_bias=not is_plain, layer_norm_elementwise_affine=not is_plain, do_layer_norm_before=not is_post,
     )  # fmt: skip
-    block = Layer(config).requires_grad_(False)
+    block = Layer(config, 0).requires_grad_(False)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5 if parameter.ndim == 1 else parameter.shape[1] ** -0.5)
     block = block.to(dtype)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipdecode.backends import cpu_weights
-from skipdecode.backends.backend import LayerShape
+from skipdecode.backends.backend import LayerNorms, LayerShape
 from skipdecode.backends.cpu_layers import LayerKernel, Product
 from skipdecode.config.model import Quantization
 from skipdecode.model.linear import pack, product
@@ -34,15 +34,18 @@ class Spec:
     has_bias: bool = False
     has_head_norms: bool = False
     norm: Literal["rms", "layer"] = "rms"
-    mlp: Literal["swiglu", "relu"] = "swiglu"
+    mlp: Literal["swiglu", "geglu", "relu"] = "swiglu"
     is_pre: bool = True
     has_norm_bias: bool = field(default=False, kw_only=True)
+    has_out_norms: bool = field(default=False, kw_only=True)
+    window: int | None = field(default=None, kw_only=True)
 
     def shape(self) -> LayerShape:
         table = rotary_table(self.rotary) if self.rotary else None
         return LayerShape(
-            self.heads, self.groups, self.dim, EPSILON, self.is_pre, norm=self.norm, mlp=self.mlp, rotary_table=table
-        )
+            self.heads, self.groups, self.dim, EPSILON, self.is_pre, norm=self.norm, mlp=self.mlp, rotary_table=table,
+            window=self.window,
+        )  # fmt: skip
 
 
 def rotary_table(rotary: int) -> Tensor:
@@ -79,17 +82,18 @@ class LlamaLayer:
     def __init__(self, spec: Spec, dtype: torch.dtype, quantization: Quantization | None = None) -> None:
         self.spec, self.dtype, self.quantization = spec, dtype, quantization
         D, H, G, K = spec.width, spec.heads, spec.groups, spec.dim
-        inner = spec.ffn * (2 if spec.mlp == "swiglu" else 1)
+        inner = spec.ffn * (1 if spec.mlp == "relu" else 2)
         self.sizes = {"qkv": ((H + 2 * G) * K, D), "out": (D, H * K), "fc1": (inner, D), "fc2": (D, spec.ffn)}
         self.weights = {n: (torch.randn(size) * size[1] ** -0.5).to(dtype) for n, size in self.sizes.items()}
         biased = [*(["qkv", "fc1"] if spec.has_bias else [])]
         self.biases = {name: (torch.randn(self.sizes[name][0]) * 0.5).to(dtype) for name in biased}
         names = [("attn", D), ("ffn", D), *([("q", K), ("k", K)] if spec.has_head_norms else [])]
+        names += [("attn_out", D), ("ffn_out", D)] if spec.has_out_norms else []
         self.norms = {name: (1 + 0.3 * torch.randn(size)).to(dtype) for name, size in names}
         self.norm_bias = (0.3 * torch.randn(D)).to(dtype) if spec.has_norm_bias else None
 
     def product(self, name: str, rows: int | None = None) -> Product:
-        gated = name == "fc1" and self.spec.mlp == "swiglu"
+        gated = name == "fc1" and self.spec.mlp != "relu"
         bias = self.biases.get(name)
         if bias is not None and gated:
             bias = cpu_weights.interleave(bias)
@@ -102,7 +106,7 @@ class LlamaLayer:
         if name not in self.norms:
             return None
         norm = Norm(self.norms[name])
-        if self.norm_bias is not None and name in ("attn", "ffn"):
+        if self.norm_bias is not None and name not in ("q", "k"):
             norm.bias = nn.Parameter(self.norm_bias, requires_grad=False)
         return norm
 
@@ -113,8 +117,10 @@ class LlamaLayer:
         assert ffn is not None
         parts = [self.product("qkv", queries if only_queries else None)]
         parts += [self.product(name) for name in ("out", "fc1", "fc2")]
-        head_norms = {"q_norm": self.module("q"), "k_norm": self.module("k")}
-        return LayerKernel(self.spec.shape(), attn, *parts[:2], ffn, *parts[2:], **head_norms)
+        norms = LayerNorms(
+            attn, ffn, self.module("q"), self.module("k"), self.module("attn_out"), self.module("ffn_out")
+        )
+        return LayerKernel(self.spec.shape(), norms, *parts)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.weights[name].float(), self.biases.get(name)
@@ -125,7 +131,7 @@ class LlamaLayer:
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.norms[name].float(), None if self.norm_bias is None else self.norm_bias.float()
-        if self.spec.norm == "rms" or name in "qk":
+        if self.spec.norm == "rms" or name in ("q", "k"):
             return rms(x, weight)
         return F.layer_norm(x, x.shape[-1:], weight, bias, EPSILON)
 
@@ -144,24 +150,28 @@ class LlamaLayer:
         scores = torch.einsum("thk,tshk->ths", q, k.expand(len(q), -1, -1, -1)) * self.spec.dim**-0.5
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(dim=-1)
         out = torch.einsum("ths,tshk->thk", weights, v.expand(len(q), -1, -1, -1)).flatten(1)
-        h = h + self.linear("out", out)
+        out = self.linear("out", out)
+        h = h + (self.norm("attn_out", out) if self.spec.has_out_norms else out)
         return h if self.spec.is_pre else self.norm("attn", h)
 
     def feed(self, h: Tensor) -> Tensor:
         x = self.linear("fc1", self.norm("ffn", h) if self.spec.is_pre else h)
-        if self.spec.mlp == "swiglu":
-            gate, other = x.chunk(2, dim=-1)
-            x = gate / (1 + torch.exp(-gate)) * other
-        else:
+        if self.spec.mlp == "relu":
             x = x.relu()
-        h = h + self.linear("fc2", x)
+        else:
+            gate, other = x.chunk(2, dim=-1)
+            cubic = 0.7978845608 * (gate + 0.044715 * gate**3)
+            x = other * (gate / (1 + torch.exp(-gate)) if self.spec.mlp == "swiglu" else gate * (1 + cubic.tanh()) / 2)
+        out = self.linear("fc2", x)
+        h = h + (self.norm("ffn_out", out) if self.spec.has_out_norms else out)
         return h if self.spec.is_pre else self.norm("ffn", h)
 
     def read(self, h: Tensor, *, attends: bool = True, runs_ffn: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """A prompt h [T, D] -> [T, D], and its keys and values [T, G, K]."""
         q, k, v = self.queries_keys_values(h, torch.arange(len(h)))
         if attends:
-            h = self.attend(h, q, k[None], v[None], torch.ones(len(h), len(h), dtype=torch.bool).tril())
+            mask = torch.ones(len(h), len(h), dtype=torch.bool).tril()
+            h = self.attend(h, q, k[None], v[None], mask.triu(1 - (self.spec.window or len(h))))
         return self.feed(h) if runs_ffn else h, k, v
 
     def step(
@@ -184,6 +194,8 @@ class LlamaLayer:
                 k[torch.arange(len(h)), :, last], v[torch.arange(len(h)), :, last] = new_k, new_v
             columns = torch.arange(k.shape[2])
             mask = (columns >= first[:, None]) & (columns <= last[:, None])
+            if self.spec.window is not None:
+                mask &= columns > last[:, None] - self.spec.window
             h = self.attend(h, q, k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.feed(h) if runs_ffn else h, k, v
 
@@ -195,6 +207,9 @@ REAL = [
     Spec(512, 8, 1, 64, 96, 64, has_bias=True),  # Qwen2's biases
     Spec(96, 12, 4, 96, 96, 24, norm="layer", mlp="relu", has_bias=True, has_norm_bias=True),  # StableLM's parts
     Spec(160, 20, 1, 80, 32, 80),  # more queries than registers hold
+    Spec(640, 4, 1, 256, 2048, 256, has_head_norms=True, mlp="geglu", has_out_norms=True, window=9),  # Gemma 3 270M
+    Spec(96, 4, 2, 24, 64, 24, window=1),
+    Spec(96, 4, 2, 24, 64, 24, has_bias=True, has_out_norms=True, window=34),
 ]
 SMALL = [
     (32, 1, 1, 32), (64, 6, 2, 16), (96, 3, 1, 32), (64, 8, 1, 64), (32, 4, 2, 80), (64, 2, 1, 128), (64, 8, 2, 12),
@@ -208,12 +223,14 @@ def specs(draw: st.DrawFn) -> Spec:
     rotary = draw(st.sampled_from([0, dim // 2 * 2, dim // 4 * 2, 2]))
     flags = [draw(st.booleans()) for _ in range(3)]
     norm: Literal["rms", "layer"] = draw(st.sampled_from(["rms", "rms", "layer"]))
-    mlp: Literal["swiglu", "relu"] = draw(st.sampled_from(["swiglu", "swiglu", "relu"]))
+    mlp: Literal["swiglu", "geglu", "relu"] = draw(st.sampled_from(["swiglu", "swiglu", "geglu", "relu"]))
+    window = draw(st.sampled_from([None, None, 1, 2, 5, 31, 33]))
     ffn = draw(st.sampled_from([32, 64, 96, 160]))
     has_norm_bias = norm == "layer" and draw(st.booleans())
     bias, head_norms, is_post = flags
+    has_out_norms = not is_post and draw(st.booleans())
     return Spec(width, heads, groups, dim, ffn, rotary, bias, head_norms, norm, mlp, not is_post,
-                has_norm_bias=has_norm_bias)  # fmt: skip
+                has_norm_bias=has_norm_bias, has_out_norms=has_out_norms, window=window)  # fmt: skip
 
 
 LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # of the largest number, as in cpu_layers.py

@@ -11,6 +11,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenizers import Tokenizer
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -25,6 +27,7 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -34,6 +37,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
+GEMMA3_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
 
 def random_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """256 wide, 4 heads over 2, 2 layers; all weights and biases random."""
@@ -41,6 +49,8 @@ def random_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     shape |= {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     shape |= {"head_dim": 128} if arch == "qwen3" else {}
+    if arch == "gemma3":
+        shape |= {"head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 6, "num_hidden_layers": 7}
     config_class, model_class = ARCHITECTURES[arch]
     torch.manual_seed(seed)
     model = model_class(config_class(**shape | {"tie_word_embeddings": False} | overrides)).eval()
@@ -60,7 +70,7 @@ def write_model(
 ) -> Path:
     """As llama.cpp's converter writes it, matrices as `kind`. `extra` writes more; `metadata` without the
     architecture's prefix, integers and floats, None leaves a key out."""
-    config, arch = model.config, model.config.model_type
+    config, arch = model.config, model.config.model_type.removesuffix("_text")
     writer = Writer(path, arch)
     values: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
@@ -70,14 +80,16 @@ def write_model(
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "rope.freq_base": config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"],
         "vocab_size": config.vocab_size,
     }
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if arch == "llama":
         values["rope.dimension_count"] = dim
-    if arch == "qwen3":
+    if arch in ("qwen3", "gemma3"):
         values |= {"attention.key_length": dim, "attention.value_length": dim}
+    if arch == "gemma3":
+        values["attention.sliding_window"] = config.sliding_window
     for key, value in (values | dict(metadata or {})).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         if value is not None:
@@ -87,7 +99,9 @@ def write_model(
     extra(writer)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
-            add_tensor(writer, theirs(name), permuted(name, tensor.numpy(), config), kind)
+            values_of = permuted(name, tensor.numpy(), config)
+            is_offset = arch == "gemma3" and "norm" in name
+            add_tensor(writer, theirs(name, arch), values_of + 1 if is_offset else values_of, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,13 +109,14 @@ def write_model(
     return path
 
 
-def theirs(name: str) -> str:
+def theirs(name: str, arch: str) -> str:
     """llama.cpp's name of a Hugging Face tensor."""
+    names = GEMMA3_NAMES if arch == "gemma3" else NAMES
     module, _, kind = name.rpartition(".")
     if not module.startswith("model.layers."):
         return f"{NAMES[module]}.{kind}"
     _, _, number, part = module.split(".", 3)
-    return f"blk.{number}.{NAMES[part]}.{kind}"
+    return f"blk.{number}.{names[part]}.{kind}"
 
 
 def permuted(name: str, values: np.ndarray, config: Any) -> np.ndarray:

@@ -22,6 +22,7 @@ from skipdecode.backends.kernel_self_test import self_test
 from skipdecode.backends.torch_kernels import TorchKernels, normed_by
 from skipdecode.backends.torch_sampling import pick_by_sort
 from skipdecode.backends.triton_kernels import TritonKernels
+from skipdecode.config.model import FeedForwardKind
 from skipdecode.engine.generate import generate, refill
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.lossless import Lossless
@@ -38,7 +39,7 @@ FIRST, LAST, CAPACITY = [0, 70, 149], 149, 160
 
 def attention(
     K: int, H: int, G: int, dtype: torch.dtype, *, turns: float = 0.0, norms: bool = False, splits: int = 1,
-    is_stored: bool = False, has_table: bool = False,
+    is_stored: bool = False, has_table: bool = False, window: int | None = None,
 ) -> None:  # fmt: skip
     """Against the reference in float32 from the same numbers; keys and values stored, and nothing else touched."""
     rng = torch.Generator().manual_seed(K + H + splits)
@@ -48,8 +49,9 @@ def attention(
 
     rotary_table = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
     q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
-    heads, B = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6), len(FIRST)
-    wide = Heads(H, G, K, rotary_table, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
+    heads, B = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6, window), len(FIRST)
+    of_heads = (None if w is None else w.float() for w in (q_norm, k_norm))
+    wide = Heads(H, G, K, rotary_table, *of_heads, epsilon=1e-6, window=window)
     memory = torch.full(
         (2 * B * G * CAPACITY * K + 64,), torch.nan, dtype=dtype, device=DEVICE
     )  # what is around may be anything
@@ -85,7 +87,7 @@ def attention(
 
 def places(
     K: int, H: int, G: int, dtype: torch.dtype, counts: Sequence[int], *, turns: float = 0.0, norms: bool = False,
-    splits: int = 1, is_stored: bool = False,
+    splits: int = 1, is_stored: bool = False, window: int | None = None,
 ) -> None:  # fmt: skip
     """So many new columns of each place, against the reference in float32; nothing but these is stored."""
     rng = torch.Generator().manual_seed(K + H + splits)
@@ -98,8 +100,9 @@ def places(
 
     rotary_table = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
     q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
-    heads = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6)
-    wide = Heads(H, G, K, rotary_table, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
+    heads = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6, window)
+    of_heads = (None if w is None else w.float() for w in (q_norm, k_norm))
+    wide = Heads(H, G, K, rotary_table, *of_heads, epsilon=1e-6, window=window)
     keys, values = (torch.full((R, G, CAPACITY, K), torch.nan, dtype=dtype, device=DEVICE) for _ in "kv")
     for place, own, n in zip(at, owns, counts, strict=True):
         for memory in (keys, values):
@@ -163,9 +166,9 @@ def add_norm(D: int, kind: str, dtype: torch.dtype, *, is_pre: bool, bias: bool,
         assert torch.equal(first, second), "nothing was added"
 
 
-def gate(dtype: torch.dtype) -> None:
+def gate(dtype: torch.dtype, mlp: FeedForwardKind = "swiglu") -> None:
     y = torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(1)).mul(4).to(DEVICE, dtype)
-    near(TRITON.gate(y), REFERENCE.gate(y), 4 * ROUNDING[dtype])
+    near(TRITON.gate(y, mlp), REFERENCE.gate(y, mlp), 4 * ROUNDING[dtype])
 
 
 def argmax(dtype: torch.dtype) -> None:

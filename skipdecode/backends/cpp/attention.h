@@ -275,9 +275,10 @@ struct GroupScratch {
   }
 };
 
-// The scores of all queries of a group with `count` columns from `keys` on, stored from column `from` on.
+// The scores of all queries of a group with `count` columns from `keys` on, stored from column `from` on. The first
+// `hidden` of all columns count for nothing.
 template <int DIM, typename T>
-void score_all(int64_t each, int64_t from, int64_t count, const T* keys, const T* values, int64_t dim_,
+void score_all(int64_t each, int64_t from, int64_t count, int64_t hidden, const T* keys, const T* values, int64_t dim_,
                const GroupScratch<T>& scratch) {
   const int64_t dim = DIM ? DIM : dim_;
   const float scale = 1.0f / std::sqrt(float(dim));
@@ -289,22 +290,24 @@ void score_all(int64_t each, int64_t from, int64_t count, const T* keys, const T
       const auto run = each == 1 ? some == 16 ? score<DIM, true, true, T> : score<DIM, false, true, T>
                               : some == 16 ? score<DIM, true, false, T> : score<DIM, false, false, T>;
       run(scratch.queries + r * scratch.width, keys + s * dim, some, dim, scores, values + s * dim);
-      const Floats scaled = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
+      const Floats seen = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
+      const Floats scaled = first_of(hidden - from - s, all(-FLT_MAX), seen);
       store16(scores, scaled);
       store16(scratch.tops + 16 * r, max(load16(scratch.tops + 16 * r), scaled));
     }
   }
 }
 
-// Scores to unnormalised weights, with one over their sum in tops[16 * query].
+// Scores to unnormalised weights, with one over their sum in tops[16 * query]. The first `hidden` weights are zero.
 template <typename T>
-void weigh(int64_t each, int64_t count, const GroupScratch<T>& scratch) {
+void weigh(int64_t each, int64_t count, int64_t hidden, const GroupScratch<T>& scratch) {
   for (int64_t r = 0; r < each; ++r) {
     const Floats top = all(largest(load16(scratch.tops + 16 * r)));
     Floats total = all(0.0f);
     for (int64_t s = 0; s < count; s += 16) {
       const int64_t at = r * scratch.apart + s;
-      const Floats weight = first_of(count - s, exp_of_negatives(load16(scratch.scores + at) - top), all(0.0f));
+      const Floats seen = first_of(count - s, exp_of_negatives(load16(scratch.scores + at) - top), all(0.0f));
+      const Floats weight = first_of(hidden - s, all(0.0f), seen);
       store_first(scratch.weights + at, weight, 16);
       total = total + Weights<T>::rounded(weight);
     }
@@ -327,25 +330,30 @@ void attend(Team team, const Heads& heads, int64_t rows, const T* q, const T* ne
   const GroupScratch<T> scratch(heads, capacity + (shared ? shared->capacity : 0));
   team.share(units, [&](int64_t unit) {
     const UnitOf of(unit, rows, heads.groups, slots, by_head);
-    const int64_t row = of.row, group = of.head, start = first[row], count = last[row] - start + 1;
-    const int64_t before = count_of(shared, row);
-    T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
-    const T *shared_keys = before ? shared->line<T>(shared->k, row, group, dim) : nullptr;
-    const T *shared_values = before ? shared->line<T>(shared->v, row, group, dim) : nullptr;
-    if (new_k)
-      store_new(heads, row, group, before + count - 1, new_k, new_v, row_stride, keys + (count - 1) * dim,
-                values + (count - 1) * dim);
+    const int64_t row = of.row, group = of.head, all_shared = count_of(shared, row), newest = last[row];
+    const int64_t position = all_shared + newest - first[row];
+    if (new_k) {
+      const int64_t at = of.memory * step + newest * dim;
+      store_new(heads, row, group, position, new_k, new_v, row_stride, k + at, v + at);
+    }
+    // columns beyond the window are not read, but for one if their number is odd: values may be added in pairs
+    const int64_t unseen = heads.hidden(position + 1), skipped = unseen / 2 * 2, hidden = unseen - skipped;
+    const int64_t skipped_shared = skipped < all_shared ? skipped : all_shared, before = all_shared - skipped_shared;
+    const int64_t start = first[row] + skipped - skipped_shared, count = newest - start + 1;
+    const T *keys = k + of.memory * step + start * dim, *values = v + of.memory * step + start * dim;
+    const T *shared_keys = before ? shared->line<T>(shared->k, row, group, dim) + skipped_shared * dim : nullptr;
+    const T *shared_values = before ? shared->line<T>(shared->v, row, group, dim) + skipped_shared * dim : nullptr;
     for (int64_t r = 0; r < each; ++r) {
       const T* from = q + row * row_stride + (group * each + r) * dim;
       if (heads.transforms_queries())
-        norm_and_rotate(heads, heads.q_norm, before + count - 1, from, scratch.queries + r * scratch.width);
+        norm_and_rotate(heads, heads.q_norm, position, from, scratch.queries + r * scratch.width);
       else
         std::memcpy(scratch.queries + r * scratch.width, from, dim * sizeof(T));
     }
     for (int64_t r = 0; r < each; ++r) store16(scratch.tops + 16 * r, all(-FLT_MAX));
-    if (before) score_all<DIM>(each, 0, before, shared_keys, shared_values, dim, scratch);
-    score_all<DIM>(each, before, count, keys, values, dim, scratch);
-    weigh(each, before + count, scratch);
+    if (before) score_all<DIM>(each, 0, before, hidden, shared_keys, shared_values, dim, scratch);
+    score_all<DIM>(each, before, count, hidden, keys, values, dim, scratch);
+    weigh(each, before + count, hidden, scratch);
     std::memset(scratch.sums, 0, each * scratch.width * sizeof(float));
     const UnitOf following(unit + 1 < units ? unit + 1 : unit, rows, heads.groups, slots, by_head);
     const T* next = k + following.memory * step + start * dim;
@@ -377,6 +385,7 @@ void attend_of(Team team, const Heads& heads, int64_t rows, const T* q, const T*
                    : heads.dim == 80  ? attend<T, 80, Put>    // 2.7B
                    : heads.dim == 96  ? attend<T, 96, Put>
                    : heads.dim == 128 ? attend<T, 128, Put>   // 6.7B and larger
+                   : heads.dim == 256 ? attend<T, 256, Put>   // Gemma
                                       : attend<T, 0, Put>;
   run(team, heads, rows, q, new_k, new_v, row_stride, k, v, capacity, first, last, slots, by_head, shared, put);
 }

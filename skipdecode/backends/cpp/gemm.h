@@ -30,12 +30,13 @@ constexpr int64_t DEEP_BYTES = 16384;
 #endif
 constexpr int64_t NEAR = 8192;            // prefetch distance in bytes where few rows stay in registers (AVX-512)
 
-// What follows a product. SWIGLU: of each 32 outputs the first 16 are gates and the last 16 the values they gate; the
-// result is 16 elements, silu(gate) * value.
-enum Epilogue { NOTHING, RELU, ADD, SWIGLU };
+// What follows a product. SWIGLU and GEGLU: of each 32 outputs the first 16 are gates and the last 16 the values they
+// gate; the result is 16 elements, silu(gate) * value or gelu(gate) * value.
+enum Epilogue { NOTHING, RELU, ADD, SWIGLU, GEGLU };
+constexpr bool is_gated(Epilogue then) { return then == SWIGLU || then == GEGLU; }
 
 // The width of a product's result.
-constexpr int64_t made_of(Epilogue then, int64_t outputs) { return then == SWIGLU ? outputs / 2 : outputs; }
+constexpr int64_t made_of(Epilogue then, int64_t outputs) { return is_gated(then) ? outputs / 2 : outputs; }
 
 // How rows are laid out: groups of 32 rows, elements in blocks of 32. Strides of groups, blocks and rows, in elements.
 struct Layout {
@@ -76,11 +77,11 @@ inline void finish(const float* sums, int64_t row, int count, int64_t block, int
   const int64_t from = 32 * block, at = layout.at(row, block), left = outputs - from;
   const Floats biases[2] = {bias ? load_first(bias + from, left) : all(0.0f),
                             bias ? load_first(bias + from + 16, left - 16) : all(0.0f)};
-  if (EPILOGUE == SWIGLU) {
+  if (is_gated(EPILOGUE)) {
     const int64_t to = layout.at(row, block / 2) + block % 2 * 16;
     for (int r = 0; r < count; ++r) {
       const Floats gate = load16(sums + 32 * r) + biases[0], other = load16(sums + 32 * r + 16) + biases[1];
-      store_first(y + to + r * layout.row, silu(gate) * other, 16);
+      store_first(y + to + r * layout.row, (EPILOGUE == GEGLU ? gelu(gate) : silu(gate)) * other, 16);
     }
     return;
   }

@@ -17,12 +17,15 @@ struct Heads {
   int64_t positions, rotary;
   double epsilon;                  // of all norms
   const void *q_norm, *k_norm;     // [dim] of T; null: none
+  int64_t window;                  // the newest columns that a token attends to, its own included; 0: all
 
   int64_t each() const { return count / groups; }
   int64_t width() const { return count * dim; }
   int64_t kv_width() const { return groups * dim; }
   bool transforms_queries() const { return rotations || q_norm; }
   bool transforms_keys() const { return rotations || k_norm; }
+  // How many of `seen` columns, the oldest ones, the token of the last of them does not attend to.
+  int64_t hidden(int64_t seen) const { return window && window < seen ? seen - window : 0; }
 };
 
 // Columns in front of a row's own that several rows read: the shared prefix of their prompts

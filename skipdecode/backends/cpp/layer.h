@@ -31,11 +31,13 @@ struct Product {
 struct Block {
   Heads heads;
   int64_t is_pre_norm;  // otherwise the norms follow the residuals (OPT-350m)
-  int64_t is_gated;     // SwiGLU, otherwise ReLU
+  int64_t activation;   // an `Epilogue`: RELU, SWIGLU or GEGLU
   Norm attn_norm;
   Product qkv, out;     // qkv: queries, keys, values; or queries alone if the others are in the cache already
   Norm ffn_norm;
   Product fc1, fc2;
+  int64_t has_sublayer_norms;       // outputs are normed before they are added to the residual
+  Norm attn_out_norm, ffn_out_norm; // only then
 
   int64_t width() const { return out.outputs; }
   int64_t inner() const { return fc2.inputs; }
@@ -103,6 +105,13 @@ template <typename T>
     else
       for (int64_t i = 0; i < 32; ++i) store(y[i], (load(x[from + i]) - mean) * scale);
   }
+}
+
+// Adds the norm of a row of x, which is overwritten, to h.
+template <typename T>
+void add_normed_row(int64_t width, const Norm& norm, float epsilon, T* x, T* h) {
+  normalise_row(width, norm, epsilon, x, x, 32);
+  for (int64_t i = 0; i < width; i += 16) store_first(h + i, load_first(h + i, 16) + load_first(x + i, 16), 16);
 }
 
 // Copies a row of x to where a product reads it, through a norm if there is one. y: as in `normalise_row`.

@@ -130,6 +130,7 @@ extern "C" int is_allowed() { return 1; }
                                 const T* bias, int epilogue, const T* residual, T* y, int num_threads) {                \
     const auto run = epilogue == RELU     ? linear<RELU, T>                                                             \
                      : epilogue == ADD    ? linear<ADD, T>                                                              \
+                     : epilogue == GEGLU  ? linear<GEGLU, T>                                                            \
                      : epilogue == SWIGLU ? linear<SWIGLU, T>                                                           \
                                           : linear<NOTHING, T>;                                                         \
     run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);                                           \
@@ -175,6 +176,7 @@ extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const
                             const bfloat16* residual, bfloat16* y, int num_threads) {
   const auto run = epilogue == RELU     ? linear_quantized<RELU>
                    : epilogue == ADD    ? linear_quantized<ADD>
+                   : epilogue == GEGLU  ? linear_quantized<GEGLU>
                    : epilogue == SWIGLU ? linear_quantized<SWIGLU>
                                         : linear_quantized<NOTHING>;
   run(rows, x, stride, {outputs, inputs, w, scales, totals, bias}, residual, y, num_threads);

@@ -198,4 +198,10 @@ inline Floats silu(Floats x) {
   return x / (all(1.0f) + exp_of_small(max(min(all(0.0f) - x, all(87.0f)), all(-87.0f))));
 }
 
+// GELU by tanh: x (1 + tanh(u)) / 2 = x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3). NaN stays NaN.
+inline Floats gelu(Floats x) {
+  const Floats twice = x * fma(x * x, all(0.0713548162726f), all(1.59576912161f));
+  return x / (all(1.0f) + exp_of_small(max(min(all(0.0f) - twice, all(87.0f)), all(-87.0f))));
+}
+
 }  // namespace cpu

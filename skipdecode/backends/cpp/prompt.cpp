@@ -112,10 +112,11 @@ inline void transpose(__m512i* x) {
 
 #endif
 
-// Keys as a packed weight whose outputs are keys and whose inputs are dimensions: [keys / 32][dim / 32][2][tile].
+// Keys from `begin`, a multiple of 32, to `count` as a packed weight whose outputs are keys and whose inputs are
+// dimensions: [keys / 32][dim / 32][2][tile].
 #ifdef HAS_BFLOAT16
-void pack_keys(int64_t count, int64_t dim, const Lines<bfloat16>& keys, bfloat16* to) {
-  for (int64_t s = 0; s < count; s += 32)
+void pack_keys(int64_t begin, int64_t count, int64_t dim, const Lines<bfloat16>& keys, bfloat16* to) {
+  for (int64_t s = begin; s < count; s += 32)
     for (int64_t d = 0; d < dim; d += 32)
       for (int64_t half = s; half < s + 32; half += 16, to += BLOCK / 2) {
         __m512i lines[16];
@@ -127,9 +128,9 @@ void pack_keys(int64_t count, int64_t dim, const Lines<bfloat16>& keys, bfloat16
 }
 #endif
 
-void pack_keys(int64_t count, int64_t dim, const Lines<float>& keys, float* to) {
+void pack_keys(int64_t begin, int64_t count, int64_t dim, const Lines<float>& keys, float* to) {
   const float* lines[16];
-  for (int64_t s = 0; s < count; s += 32)
+  for (int64_t s = begin; s < count; s += 32)
     for (int64_t d = 0; d < dim; d += 32)
       for (int64_t half = s; half < s + 32; half += 16) {
         for (int64_t key = 0; key < 16; ++key) lines[key] = half + key < count ? keys.at(half + key, dim) : nullptr;
@@ -141,7 +142,7 @@ void pack_keys(int64_t count, int64_t dim, const Lines<float>& keys, float* to) 
 // Values as a packed weight whose outputs are dimensions and whose inputs are keys: [dim / 32][keys / 32][2][tile]. Zeros
 // after the last key, since zero times uninitialised memory may be NaN.
 #ifdef HAS_BFLOAT16
-void pack_values(int64_t count, int64_t dim, const Lines<bfloat16>& values, bfloat16* to) {
+void pack_values(int64_t begin, int64_t count, int64_t dim, const Lines<bfloat16>& values, bfloat16* to) {
   alignas(64) uint16_t first[32], second[32];  // indices that interleave two lines
   for (int i = 0; i < 16; ++i) {
     first[2 * i] = uint16_t(i), first[2 * i + 1] = uint16_t(32 + i);
@@ -149,7 +150,7 @@ void pack_values(int64_t count, int64_t dim, const Lines<bfloat16>& values, bflo
   }
   const __m512i low = _mm512_load_si512(first), high = _mm512_load_si512(second);
   for (int64_t d = 0; d < dim; d += 32)
-    for (int64_t s = 0; s < count; s += 32, to += BLOCK)
+    for (int64_t s = begin; s < count; s += 32, to += BLOCK)
       for (int64_t i = 0; i < 16; ++i) {
         const int64_t at = s + 2 * i;
         const __m512i one = at < count ? load_some(values.at(at, dim) + d, dim - d) : _mm512_setzero_si512();
@@ -160,19 +161,25 @@ void pack_values(int64_t count, int64_t dim, const Lines<bfloat16>& values, bflo
 }
 #endif
 
-void pack_values(int64_t count, int64_t dim, const Lines<float>& values, float* to) {
+void pack_values(int64_t begin, int64_t count, int64_t dim, const Lines<float>& values, float* to) {
   for (int64_t d = 0; d < dim; d += 32)
-    for (int64_t s = 0; s < count; s += 32)
+    for (int64_t s = begin; s < count; s += 32)
       for (int64_t half = d; half < d + 32; half += 16)
         for (int64_t key = s; key < s + 32; ++key, to += 16)
           store16(to, key < count ? load_first(values.at(key, dim) + half, dim - half) : all(0.0f));
 }
 
-// Scores [blocks][32][32] of `count` queries, the first of which sees `seen` keys and each one more than the one before,
-// to weights in the same order: e^(score - largest), zero after the last key. `shares`: one over their sum. Goes block by
+// Scores [blocks][32][32] of `count` queries, the first of which sees `seen` of these keys and each one more than the one
+// before, to weights in the same order: e^(score - largest), zero after the last key. With a `window` (0: none) a query
+// sees so many keys at most, the last ones, and weights before them are zero. `shares`: one over their sum. Goes block by
 // block, in memory order, since a query's own scores are whole pages apart.
 template <typename T>
-void to_weights(int64_t count, int64_t seen, int64_t blocks, float scale, const float* scores, T* weights, float* shares) {
+void to_weights(int64_t count, int64_t seen, int64_t window, int64_t blocks, float scale, const float* scores, T* weights,
+                float* shares) {
+  auto only_seen = [&](int64_t query, int64_t key, Floats x, Floats y) {  // y where a key is not seen
+    const Floats until = first_of(seen + query - key, x, y);
+    return window ? first_of(seen + query - window - key, y, until) : until;
+  };
   alignas(64) float tops[32][16], sums[32][16];
   for (auto& lane : tops) store16(lane, all(-FLT_MAX));
   for (auto& lane : sums) store16(lane, all(0.0f));
@@ -180,7 +187,7 @@ void to_weights(int64_t count, int64_t seen, int64_t blocks, float scale, const 
     for (int64_t r = 0; r < count; ++r)
       for (int64_t half = 0; half < 32; half += 16) {
         const Floats score = load16(scores + (32 * block + r) * 32 + half), top = load16(tops[r]);
-        store16(tops[r], first_of(seen + r - 32 * block - half, max(top, score), top));
+        store16(tops[r], only_seen(r, 32 * block + half, max(top, score), top));
       }
   for (int64_t r = 0; r < count; ++r) store16(tops[r], all(largest(load16(tops[r]))));
   for (int64_t block = 0; block < blocks; ++block)
@@ -188,7 +195,7 @@ void to_weights(int64_t count, int64_t seen, int64_t blocks, float scale, const 
       for (int64_t half = 0; half < 32; half += 16) {
         const int64_t at = (32 * block + r) * 32 + half;
         const Floats weight = exp_of_negatives((load16(scores + at) - load16(tops[r])) * all(scale));
-        const Floats kept = first_of(seen + r - 32 * block - half, weight, all(0.0f));
+        const Floats kept = only_seen(r, 32 * block + half, weight, all(0.0f));
         store16(sums[r], load16(sums[r]) + kept);
         store_first(weights + at, kept, 16);
       }
@@ -218,7 +225,8 @@ void lay_queries(const Heads& heads, int64_t count, int64_t position, const T* q
 template <typename T>
 void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, const T* q, int64_t stride,
                  const Lines<T>& k, const Lines<T>& v, T* out, int64_t out_stride) {
-  const int64_t dim = heads.dim, steps = (dim + 31) / 32, blocks = (to + 31) / 32;
+  const int64_t begin = heads.hidden(from + 1) / 32 * 32;  // keys before it are beyond the window of all tokens
+  const int64_t dim = heads.dim, steps = (dim + 31) / 32, blocks = (to - begin + 31) / 32;
   const float scale = 1.0f / std::sqrt(float(dim));
   thread_local Buffer<T> tiles_buffer;
   thread_local Buffer<Row<T>> rows_buffer;
@@ -227,20 +235,22 @@ void attend_part(const Heads& heads, int64_t each, int64_t from, int64_t to, con
   T *values = keys + BLOCK * steps * blocks, *transformed = values + BLOCK * steps * blocks;
   Row<T>*weights = rows_buffer.reserve(BLOCK * (blocks + steps)), *queries = weights + BLOCK * blocks;
   float *scores = scores_buffer.reserve(1024 * (blocks + 1)), *sums = scores + 1024 * blocks;
-  pack_keys(to, dim, k, keys);
-  pack_values(to, dim, v, values);
+  pack_keys(begin, to, dim, k, keys);
+  pack_values(begin, to, dim, v, values);
   for (int64_t unit = 0, groups = (to - from + 31) / 32; unit < each * groups; ++unit) {
     const int64_t head = unit / groups, first = from + unit % groups * 32;
     const int count = int(std::min<int64_t>(32, to - first));
-    const int64_t seen = (first + count + 31) / 32;
+    const int64_t unseen = (heads.hidden(first + 1) - begin) / 32;  // blocks of keys beyond the window of all of them
+    const int64_t seen = (first + count - begin + 31) / 32 - unseen;
     lay_queries(heads, count, first, q + (first - from) * stride + head * dim, stride, queries, transformed);
     for (int64_t block = 0; block < seen; ++block)
-      multiply_tiles(queries, BLOCK, count, keys + block * steps * BLOCK, steps, scores + 1024 * block, true, nullptr, 0);
+      multiply_tiles(queries, BLOCK, count, keys + (unseen + block) * steps * BLOCK, steps, scores + 1024 * block, true,
+                     nullptr, 0);
     float shares[32];
-    to_weights(count, first + 1, seen, scale, scores, weights, shares);
+    to_weights(count, first + 1 - begin - 32 * unseen, heads.window, seen, scale, scores, weights, shares);
     T* to_out = out + (first - from) * out_stride + head * dim;
     for (int64_t step = 0; step < steps; ++step) {
-      multiply_tiles(weights, BLOCK, count, values + step * blocks * BLOCK, seen, sums, true, nullptr, 0);
+      multiply_tiles(weights, BLOCK, count, values + (step * blocks + unseen) * BLOCK, seen, sums, true, nullptr, 0);
       const int64_t left = dim - 32 * step;
       for (int64_t r = 0; r < count; ++r)
         for (int64_t half = 0; half < 32; half += 16)
@@ -300,6 +310,13 @@ void post_norm(Team team, int64_t rows, int64_t width, const Norm& norm, float e
   team.wait();
 }
 
+// Adds the norm of x, the output of a sublayer, to h.
+template <typename T>
+void add_normed(Team team, int64_t rows, int64_t width, const Norm& norm, float epsilon, T* x, T* h) {
+  team.share(rows, [&](int64_t row) { add_normed_row(width, norm, epsilon, x + row * width, h + row * width); });
+  team.wait();
+}
+
 // Stores keys and values, the last elements of what `p` computed for tokens in `parts` of prompts, in the cache.
 template <typename T>
 void store_made(Team team, const Product& p, const Heads& heads, const std::vector<Part>& parts, const Prompts& prompts,
@@ -351,7 +368,13 @@ void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, 
     team.wait();
     x = scratch.narrow;
   }
-  multiply<ADD, T>(team, rows, block.out, x, scratch.quantized, h, h, in_lines(block.width()));
+  const int64_t result = block.width();
+  if (block.has_sublayer_norms) {
+    multiply<NOTHING, T>(team, rows, block.out, x, scratch.quantized, nullptr, scratch.wide, in_lines(result));
+    add_normed(team, rows, result, block.attn_out_norm, block.epsilon(), scratch.wide, h);
+  } else {
+    multiply<ADD, T>(team, rows, block.out, x, scratch.quantized, h, h, in_lines(result));
+  }
   if (!block.is_pre_norm) post_norm(team, rows, block.width(), block.attn_norm, block.epsilon(), h);
 }
 
@@ -359,9 +382,16 @@ template <typename T>
 void feed_rows(Team team, const Block& block, int64_t rows, T* h, Scratch<T> scratch) {
   const int64_t width = block.width();
   normalise(team, rows, block.is_pre_norm ? &block.ffn_norm : nullptr, block.epsilon(), h, block.fc1, scratch.narrow);
-  const auto feed = block.is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
+  const auto feed = block.activation == SWIGLU  ? multiply<SWIGLU, T>
+                    : block.activation == GEGLU ? multiply<GEGLU, T>
+                                                : multiply<RELU, T>;
   feed(team, rows, block.fc1, scratch.narrow, scratch.quantized, nullptr, scratch.wide, layout_for(block.fc2, rows));
-  multiply<ADD, T>(team, rows, block.fc2, scratch.wide, scratch.quantized, h, h, in_lines(width));
+  if (block.has_sublayer_norms) {
+    multiply<NOTHING, T>(team, rows, block.fc2, scratch.wide, scratch.quantized, nullptr, scratch.narrow, in_lines(width));
+    add_normed(team, rows, width, block.ffn_out_norm, block.epsilon(), scratch.narrow, h);
+  } else {
+    multiply<ADD, T>(team, rows, block.fc2, scratch.wide, scratch.quantized, h, h, in_lines(width));
+  }
   if (!block.is_pre_norm) post_norm(team, rows, width, block.ffn_norm, block.epsilon(), h);
 }
 
@@ -397,7 +427,7 @@ void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, 
   std::vector<std::atomic<bool>> is_stored(cut.chunks);
   for (auto& flag : is_stored) flag = false;
   auto make_scratch = [&] {
-    const int64_t made = std::max(block->qkv.outputs + attended, block->inner());
+    const int64_t made = std::max({block->qkv.outputs + attended, block->inner(), width});
     return scratch_for<T>(cut.largest(), std::max(width, attended), made, block->qkv.scales != nullptr);
   };
   run<T>(team, cut, num_threads, make_scratch, [&](int64_t chunk, int64_t from, int64_t to, Scratch<T> scratch) {
@@ -415,7 +445,7 @@ void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, 
 
 template <typename T>
 void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Product* products, const void* const* k_norms,
-               const Prompts& prompts, const T* h, T* const* k, T* const* v, const int64_t* capacities, int num_threads) {
+               const float* const* rotations, const Prompts& prompts, const T* h, T* const* k, T* const* v, const int64_t* capacities, int num_threads) {
   const int64_t rows = prompts.starts[prompts.count], width = products[0].inputs, made = products[0].outputs;
   const Team team = {rows >= MANY * num_threads};
   const Cut cut = cut_for(rows, team, num_threads);
@@ -426,7 +456,7 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
     for (int64_t layer = 0; layer < layers; ++layer) {
       const Memory<T> memory = {k[layer], v[layer], capacities[layer], nullptr};
       Heads heads = shape;
-      heads.k_norm = k_norms[layer];
+      heads.k_norm = k_norms[layer], heads.rotations = rotations[layer];
       multiply<NOTHING, T>(team, to - from, products[layer], scratch.narrow, scratch.quantized, nullptr, scratch.wide,
                            in_lines(made));
       store_made(team, products[layer], heads, parts, prompts, memory, scratch.wide);
@@ -442,7 +472,7 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
 // and v, which may then have others too; null: k and v have the prompts' rows alone.
 //
 // store_*: keys and values alone, of all outputs of each of `layers` products, from the norm (null: none) of h [tokens,
-// width], which is not changed; k_norms, k, v, capacities [layers]. Also for layers that share the state these are
+// width], which is not changed; k_norms, rotations, k, v, capacities [layers]. Also for layers that share the state these are
 // computed from (SwiftKV).
 #define EXPORT(NAME, T)                                                                                                 \
   extern "C" void prompt_##NAME(const Block* block, int64_t count, const int64_t* starts, const int64_t* columns,       \
@@ -452,10 +482,11 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
                    num_threads);                                                                                        \
   }                                                                                                                     \
   extern "C" void store_##NAME(const Heads* heads, const Norm* norm, int64_t layers, const Product* products,           \
-                               const void* const* k_norms, int64_t count, const int64_t* starts,                        \
-                               const int64_t* columns, const int64_t* before, const int64_t* slots, const T* h,         \
-                               T* const* k, T* const* v, const int64_t* capacities, int num_threads) {                  \
-    run_store<T>(*heads, norm, layers, products, k_norms, {count, starts, columns, before, slots}, h, k, v, capacities, \
-                 num_threads);                                                                                          \
+                               const void* const* k_norms, const float* const* rotations, int64_t count,                \
+                               const int64_t* starts, const int64_t* columns, const int64_t* before,                    \
+                               const int64_t* slots, const T* h, T* const* k, T* const* v, const int64_t* capacities,   \
+                               int num_threads) {                                                                       \
+    run_store<T>(*heads, norm, layers, products, k_norms, rotations, {count, starts, columns, before, slots}, h, k, v,  \
+                 capacities, num_threads);                                                                              \
   }
 FOR_EACH_TYPE(EXPORT)

@@ -51,6 +51,13 @@ void post_norm(Team team, int64_t rows, int64_t width, const Norm& norm, float e
   team.each(rows, [&](int64_t row) { normalise_row(width, norm, epsilon, h + row * width, h + row * width, 32); });
 }
 
+// Adds the norm of x, the output of a sublayer, to h, once all threads have written their part of x.
+template <typename T>
+void add_normed(Team team, int64_t rows, int64_t width, const Norm& norm, float epsilon, T* x, T* h) {
+  team.wait();
+  team.each(rows, [&](int64_t row) { add_normed_row(width, norm, epsilon, x + row * width, h + row * width); });
+}
+
 // Quantises rows of x if `p` has int8 weights.
 template <typename T>
 void prepare(Team team, int64_t rows, const Product& p, const T* x, QuantizedRows quantized) {
@@ -78,7 +85,7 @@ struct Scratch {
     for (int64_t i = 0; i < count; ++i) {
       const Block& block = *blocks[i];
       narrowest = std::max({narrowest, block.width(), block.heads.width()});
-      widest = std::max({widest, block.qkv.outputs, block.inner()});
+      widest = std::max({widest, block.qkv.outputs, block.inner(), block.width()});
       deepest = std::max({deepest, narrowest, block.inner()});
       is_whole = is_whole || block.qkv.scales;
     }
@@ -157,18 +164,30 @@ void run_layer(Team team, const Block* block, int64_t rows, T* h, int attends, i
                  });
     clock.end(ATTENTION);
     prepare(team, rows, block->out, narrow, quantized);
-    multiply<ADD>(team, rows, block->out, narrow, quantized, static_cast<const T*>(h), h, in_lines(width));
+    if (block->has_sublayer_norms) {
+      multiply<NOTHING>(team, rows, block->out, narrow, quantized, static_cast<const T*>(nullptr), wide, in_lines(width));
+      add_normed(team, rows, width, block->attn_out_norm, epsilon, wide, h);
+    } else {
+      multiply<ADD>(team, rows, block->out, narrow, quantized, static_cast<const T*>(h), h, in_lines(width));
+    }
     if (!is_pre) post_norm(team, rows, width, block->attn_norm, epsilon, h);
     clock.end(OUT);
   }
   if (runs_ffn) {
     normalise(team, rows, block->fc1, is_pre ? &block->ffn_norm : nullptr, epsilon, h, narrow, quantized);
     clock.end(NORMS);
-    const auto feed = block->is_gated ? multiply<SWIGLU, T> : multiply<RELU, T>;
+    const auto feed = block->activation == SWIGLU  ? multiply<SWIGLU, T>
+                      : block->activation == GEGLU ? multiply<GEGLU, T>
+                                                   : multiply<RELU, T>;
     feed(team, rows, block->fc1, narrow, quantized, static_cast<const T*>(nullptr), wide, layout_for<T>(block->fc2, rows));
     team.wait();
     prepare(team, rows, block->fc2, wide, quantized);
-    multiply<ADD>(team, rows, block->fc2, wide, quantized, static_cast<const T*>(h), h, in_lines(width));
+    if (block->has_sublayer_norms) {
+      multiply<NOTHING>(team, rows, block->fc2, wide, quantized, static_cast<const T*>(nullptr), narrow, in_lines(width));
+      add_normed(team, rows, width, block->ffn_out_norm, epsilon, narrow, h);
+    } else {
+      multiply<ADD>(team, rows, block->fc2, wide, quantized, static_cast<const T*>(h), h, in_lines(width));
+    }
     if (!is_pre) post_norm(team, rows, width, block->ffn_norm, epsilon, h);
     clock.end(FEED);
   }

@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from skipdecode.backends.rope import RotaryTables
 from skipdecode.config.model import Quantization
 from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.kv.view import KVView, VariantView
@@ -90,8 +91,8 @@ class WrappedDecoder(Decoder):
     def has_unpacked_head(self) -> bool:
         return False
 
-    def rotary_table_on(self, device: torch.device) -> Tensor | None:
-        return None  # layers rotate by themselves
+    def rotary_tables_on(self, device: torch.device) -> RotaryTables:
+        return ()  # layers rotate by themselves
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return self.hollow.embed(tokens, positions)

@@ -72,11 +72,11 @@ class Kept(ForcedView):
 
     kept = torch.zeros(2, 0)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: None) -> Tensor:
         assert k is not None
         assert v is not None
         self.kept = torch.stack([k[0], v[0]])
-        return super().attend(layer, q, k, v)
+        return super().attend(layer, q, k, v, variant)
 
 
 @settings(max_examples=examples(40))
@@ -232,7 +232,7 @@ def test_prompts_of_any_plan(product_dtype: torch.dtype, plan: LayerPlan, how: s
     def cache(dtype: torch.dtype) -> KVCache:
         return KVCache.allocate(config, num_pad=num_pad, capacities=[10] * 3, dtype=dtype)
 
-    h, view = exact.embed(tokens, positions), ForcedView(positions, cache(torch.float32).mask(9), None, [])
+    h, view = exact.embed(tokens, positions), ForcedView(positions, cache(torch.float32).mask(9), (None,) * 9, [])
     for i, block in enumerate(exact.layers):
         h = block(h, view, i, attends=plan.attn[i], runs_ffn=plan.ffn[i])
     wanted = exact.head(h[:, -1])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from skipdecode.backends.backend import KVRange, LayerShape
+from skipdecode.backends.backend import KVRange, LayerNorms, LayerShape
 from skipdecode.backends.cpu_backend import attend_one
 from skipdecode.backends.cpu_layers import KVStoreKernel, LayerKernel, Product, Step
 from skipdecode.config.model import Quantization
@@ -26,12 +26,12 @@ __all__ = ["kind", "product_dtype"]  # fixtures
 class OneLayer:
     """A cache of one layer, as a layer sees it (`skipdecode.kv.view.KVView`)."""
 
-    has_kernels, rotation = True, None
+    has_kernels, rotations = True, (None,)
 
     def __init__(self, *columns: torch.Tensor) -> None:
         self.held = KVRange(*columns)
 
-    def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    def attend(self, _: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: None) -> Tensor:
         return attend_one(q, k, v, self.held)
 
     def run_fused(
@@ -256,9 +256,9 @@ def test_a_layer_of_wrong_parts_is_refused(product_dtype: torch.dtype) -> None:
     parts = [layer.product(name) for name in ("qkv", "out", "fc1", "fc2")]
 
     def build(shape: LayerShape, parts: list[Product], **norms: nn.Module) -> LayerKernel:
-        return LayerKernel(shape, attn, *parts[:2], attn, *parts[2:], **norms)
+        return LayerKernel(shape, LayerNorms(attn, attn, **norms), *parts)
 
-    build(shape, parts, q_norm=q_norm, k_norm=q_norm)
+    build(shape, parts, q=q_norm, k=q_norm)
     table = rotary_table(32)
     for wrong in (
         replace(shape, kv_heads=4), replace(shape, kv_heads=3), replace(shape, head_dim=16), replace(shape, mlp="relu"),
@@ -271,7 +271,7 @@ def test_a_layer_of_wrong_parts_is_refused(product_dtype: torch.dtype) -> None:
         build(shape, [*parts[:2], replace(parts[2], is_gated=False), parts[3]])
     for norm in (Norm(torch.ones(16, dtype=product_dtype)), Norm(torch.ones(32).double())):
         with pytest.raises(AssertionError):
-            build(shape, parts, k_norm=norm)
+            build(shape, parts, k=norm)
     with pytest.raises(AssertionError):
         KVStoreKernel(shape, attn, [parts[0]])
     kernel = build(shape, parts)

@@ -15,7 +15,7 @@ from actors.measuring.bench import BenchCase, profile_case
 from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange
 from skipdecode.backends.cuda_backend import CudaBackend, CudaLayer
 from skipdecode.backends.cuda_kernels import Heads
-from skipdecode.backends.rope import rotary_table
+from skipdecode.backends.rope import rotary_tables
 from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.engine.continuous_batch import Member
 from skipdecode.engine.generate import generate, generate_continuous, refill
@@ -108,7 +108,7 @@ def test_a_table_is_columns() -> None:
     """The same memory, as tensors and as numbers on the device."""
     torch.manual_seed(0)
     config = random_model("qwen3").config
-    heads = Heads(4, 2, 128, rotary_table(config), torch.rand(128), torch.rand(128), 1e-6)
+    heads = Heads(4, 2, 128, rotary_tables(config)[0], torch.rand(128), torch.rand(128), 1e-6)
     memory, rows, capacity = torch.full((100_000,), torch.nan), 3, 48
     where = torch.tensor([32, 40_000, 2 * capacity * 128, capacity * 128])
     shape, strides = (rows, 2, capacity, 128), (2 * capacity * 128, capacity * 128, 128, 1)

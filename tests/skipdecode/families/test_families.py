@@ -29,7 +29,7 @@ from tests.support.naive_llama import naive_llama
 from tests.support.schedules import schedules
 
 TOLERANCE = 1e-4
-QUICK = ["llama, one head of keys for 8, llama3 scaling", "qwen3", "stablelm"]  # what differs most
+QUICK = ["llama, one head of keys for 8, llama3 scaling", "qwen3", "stablelm", "gemma3_text"]  # what differs most
 SCHEDULES = schedules(L)
 SKIP = SCHEDULES["skipdecode"]
 LENGTHS, NEW = [5, 17, 1, 9], 20
@@ -119,7 +119,15 @@ def test_what_we_save_opens_in_hugging_face(any_folder: Path, tmp_path: Path) ->
     assert type(again) is type(theirs)
     tokens = torch.tensor([prompts_of([30])[0]])
     with torch.inference_mode():
-        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+        ours, wanted = again(tokens).logits, theirs(tokens).logits
+    if family_of(model) in ("gemma3_text", "granite"):  # whose multipliers and offsets are folded into weights
+        assert (ours - wanted).abs().max() <= TOLERANCE / 10
+    else:
+        assert torch.equal(ours, wanted)
+
+
+def family_of(model: Decoder) -> str:
+    return model.config.model_type
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -141,6 +149,8 @@ def test_a_plan_is_the_shortened_model(any_folder: Path, layers: tuple[int, ...]
     for at, layer in enumerate(short.model.layers):
         layer.self_attn.layer_idx = at
     short.config.num_hidden_layers = len(layers)
+    if getattr(short.config, "layer_types", None):
+        short.config.layer_types = [short.config.layer_types[layer] for layer in layers]
     prompts, answers = prompts_of(LENGTHS), prompts_of([4] * len(LENGTHS), 1)
     model, plan = load_model(any_folder), LayerPlan.of_layers(layers, L)
     tokens, _, num_pad = left_pad(prompts)

@@ -21,30 +21,42 @@ def test_rope_is_read_from_older_and_newer_files(key: str) -> None:
     config = config_of(BASE | {"model_type": "llama"} | rope)
     assert config.rope is not None
     wanted = LlamaConfig(**(BASE | {"rope_parameters": LLAMA3}))
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](wanted, "cpu")
-    assert torch.allclose(frequencies(config.rope, config.head_dim), theirs, rtol=1e-6, atol=0)
+    theirs, factor = ROPE_INIT_FUNCTIONS["llama3"](wanted, "cpu")
+    made, ours = frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    assert torch.equal(made, theirs)
+    assert ours == factor
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type is 'dynamic'"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_parameters\.rope_type is 'yarn'"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, r"rope_scaling\.rope_type is 'ntk'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, r"rope_parameters\.factor is 'x'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}}, r"rope_parameters\.beta_fast is 0"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": 1.0}}, r"rope_scaling\.short_factor is 1\.0"),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+        r"rope_scaling\.long_factor has 7 numbers, expected 8",
+    ),
     (
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 4.0}},
         "rope_scaling is .*keep one",
     ),
     (
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        r"rope_scaling\.rope_type is 'yarn'",
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "proportional", "factor": 4.0}},
+        r"rope_scaling\.rope_type is 'proportional'",
     ),
     ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, r"rope_parameters\.full_attention is"),
     ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is None"),
     ({"rope_scaling": {"type": "linear", "factor": -1}}, r"rope_scaling\.factor is -1"),
-    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is 64, shorter than max_position_embeddings 128"),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+    ({"model_type": "gemma3_text", "hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+    ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0"),
+    ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types is .* expected a list of num_hid"),
+    ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
+    ({"model_type": "granite", "logits_scaling": 0.0}, r"logits_scaling is 0\.0"),
     ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x'"),
     ({"model_type": "mistral", "max_position_embeddings": "x"}, "max_position_embeddings is 'x'"),
-    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 127}, "sliding_window is 127, shorter than"),
     ({"model_type": "qwen2", "use_sliding_window": "false"}, "use_sliding_window is 'false'"),
     ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
     ({"model_type": "stablelm", "layer_norm_eps": True}, "layer_norm_eps is True"),
@@ -53,7 +65,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen3", "attention_bias": "false"}, "attention_bias is 'false'"),
     ({"model_type": "opt", "enable_bias": 1}, "enable_bias is 1"),
     ({"model_type": "stablelm", "rope_parameters": "x"}, "rope_parameters is 'x'"),
-    ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding"),
+    ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * L}, "layer_types has 'sliding.* is false"),
+    ({"model_type": "qwen3", "layer_types": ["linear_attention"] * L}, "layer_types has 'linear_attention'"),
     ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
     ({"intermediate_size": "128"}, "intermediate_size is '128'"),
@@ -79,9 +92,10 @@ def test_what_we_lack_is_refused_by_name(changes: dict[str, Any], message: str) 
 
 @pytest.mark.parametrize("window", [{}, {"sliding_window": 128}, {"sliding_window": None}])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
-def test_windows_that_cover_the_context_are_taken(model_type: str, window: dict[str, Any]) -> None:
+def test_windows_that_cover_the_context_are_none(model_type: str, window: dict[str, Any]) -> None:
     raw = BASE | {"model_type": model_type, "use_sliding_window": True, "layer_types": ["sliding_attention"] * L}
-    assert config_of(raw | window) == config_of(BASE | {"model_type": model_type})
+    assert not config_of(raw | window).has_windows
+    assert config_of(raw | {"sliding_window": 127}).has_windows
 
 
 def test_an_unknown_shape_names_each_known_one_once() -> None:

@@ -93,7 +93,7 @@ def test_scores_are_those_of_one_device(folder: Path, ours: Callable[[Path], Dec
 def test_a_mask_is_copied_to_each_device_once() -> None:
     """It is as large as the square of a sequence, and layers in turns ask for a device many times."""
     here, there = torch.zeros(2, 5, dtype=torch.int64), torch.device("meta")
-    view = ForcedView(here, torch.ones(2, 1, 5, 5, dtype=torch.bool), None, range(L))
+    view = ForcedView(here, torch.ones(2, 1, 5, 5, dtype=torch.bool), (None,) * L, range(L))
     first, back = view.on(there, None), view.on(there, None).on(CPU, None)
     again = back.on(there, None)
     assert first.mask is again.mask is not None

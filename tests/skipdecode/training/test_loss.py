@@ -101,7 +101,7 @@ def masked_logits(model: Decoder, pair: Pair, schedule: Schedule) -> Tensor:
         runs = [True] * len(prompt) + [schedule.step(k).attn[i] for k in range(len(response) - 1)]
         mask = torch.tensor(runs)[None, :] & torch.ones(len(runs), len(runs), dtype=torch.bool).tril()
         mask |= torch.eye(len(runs), dtype=torch.bool)
-        view = ForcedView(torch.arange(len(runs))[None], mask[None, None], None, [])
+        view = ForcedView(torch.arange(len(runs))[None], mask[None, None], (None,) * 99, [])
         x = block(h, view, i, attends=True, runs_ffn=True)
         h = torch.where(torch.tensor(runs)[None, :, None], x, h)
     return model.head(h[:, len(prompt) - 1 :])
