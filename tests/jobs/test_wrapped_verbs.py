@@ -32,8 +32,8 @@ NUM_NEW = 8
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("gemma3")
-    save("gemma3_text", folder, vocab_size=320)
+    folder = tmp_path_factory.mktemp("gemma2")
+    save("gemma2", folder, vocab_size=320)
     (folder / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
     return folder
 
@@ -99,7 +99,7 @@ def test_doctor_says_which_implementation(gemma: Path, tmp_path: Path, call: Cal
             "model.quantization: is not supported for models that run by way of transformers",
         ),
         ("model.adapter", "{gemma}", "model.adapter: "),
-        ("model.implementation", "own", "model_type is 'gemma3_text'; supported are opt"),
+        ("model.implementation", "own", "model_type is 'gemma2'; supported are opt"),
         ("decode.lossless", "true", "decode.lossless: is not supported"),
         ("decode.ffn_skip", "{mode: row}", "decode.ffn_skip: layers of transformers run whole or not at all"),
         ("prefill.method", "swiftkv", "prefill.method: 'swiftkv' needs a checkpoint"),

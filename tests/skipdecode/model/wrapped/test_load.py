@@ -23,9 +23,9 @@ from tests.support.wrapped_models import L, save
 
 
 @pytest.fixture(scope="module")
-def phi3(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("phi3")
-    save("phi3", folder, vocab_size=320)
+def olmo2(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("olmo2")
+    save("olmo2", folder, vocab_size=320)
     (folder / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
     return folder
 
@@ -46,10 +46,10 @@ def test_both_implementations_give_the_same_tokens(name: str, tmp_path: Path) ->
         assert one == other, method
 
 
-def test_missing_and_unexpected_tensors_are_named(phi3: Path, tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_named(olmo2: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((phi3 / name).read_bytes())
-    tensors = load_file(phi3 / "model.safetensors")
+        (tmp_path / name).write_bytes((olmo2 / name).read_bytes())
+    tensors = load_file(olmo2 / "model.safetensors")
     gone = tensors.pop("model.layers.2.mlp.down_proj.weight")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"the first is missing: model.layers.2.mlp.down_proj.weight"):
@@ -63,17 +63,17 @@ def test_missing_and_unexpected_tensors_are_named(phi3: Path, tmp_path: Path) ->
         check_folder(tmp_path)
 
 
-def test_the_proof_finds_a_model_that_decodes_otherwise(phi3: Path) -> None:
-    model = load_model(phi3)
+def test_the_proof_finds_a_model_that_decodes_otherwise(olmo2: Path) -> None:
+    model = load_model(olmo2)
     assert isinstance(model, WrappedDecoder)
     prove(model)
     model.layers[1], model.layers[2] = model.layers[2], model.layers[1]
-    with pytest.raises(ValueError, match=r"model_type 'phi3' does not decode here as in transformers: .* apart"):
+    with pytest.raises(ValueError, match=r"model_type 'olmo2' does not decode here as in transformers: .* apart"):
         prove(model)
 
 
-def test_prompts_are_scored(phi3: Path) -> None:
-    model, reference = load_model(phi3), AutoModelForCausalLM.from_pretrained(phi3, dtype=torch.float32)
+def test_prompts_are_scored(olmo2: Path) -> None:
+    model, reference = load_model(olmo2), AutoModelForCausalLM.from_pretrained(olmo2, dtype=torch.float32)
     prompts = random_prompts([9, 4])
     for prompt, scores in zip(prompts, score_prompts(model, prompts, 1), strict=True):
         with torch.no_grad():
@@ -82,8 +82,8 @@ def test_prompts_are_scored(phi3: Path) -> None:
         torch.testing.assert_close(torch.tensor([one.logprob for one in scores]), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_python_api_decodes(phi3: Path) -> None:
-    model = skipdecode.api.load(phi3, dtype="float32", device="cpu")
+def test_the_python_api_decodes(olmo2: Path) -> None:
+    model = skipdecode.api.load(olmo2, dtype="float32", device="cpu")
     (made,) = skipdecode.api.generate(
         model, "The Golden Otter", max_new_tokens=5, ignore_eos=True, method="unified", layers=4
     )
@@ -91,8 +91,8 @@ def test_the_python_api_decodes(phi3: Path) -> None:
     with pytest.raises(ValueError, match=r"decode.ffn_skip: layers of transformers run whole or not at all"):
         skipdecode.api.generate(model, "The", ffn_skip={"mode": "fixed", "layers": [3]})
     with pytest.raises(ValueError, match=r"model.quantization: int8 weights are for families with kernels of ours"):
-        skipdecode.api.load(phi3, dtype="float32", device="cpu", quantization="int8")
+        skipdecode.api.load(olmo2, dtype="float32", device="cpu", quantization="int8")
     with pytest.raises(ValueError, match=r"model.adapter: is merged into families of ours alone"):
-        skipdecode.api.load(phi3, dtype="float32", device="cpu", adapter=phi3)
+        skipdecode.api.load(olmo2, dtype="float32", device="cpu", adapter=olmo2)
     with pytest.raises(ValueError, match="implementation: must be auto, own, transformers, got 'vllm'"):
-        skipdecode.api.load(phi3, implementation="vllm")  # type: ignore[arg-type]
+        skipdecode.api.load(olmo2, implementation="vllm")  # type: ignore[arg-type]
