@@ -19,6 +19,7 @@ HUB_FILES = [
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
+    "tekken.json",
     "*.jinja",  # chat templates
 ]
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
+from skipdecode.checkpoint.tokenizer_conversion import converted
 from skipdecode.config.json_files import read_mapping
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -22,14 +23,15 @@ LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  
 
 
 def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokenizer:
-    """The tokenizer of a folder with a tokenizer.json; ValueError says what is wrong, or what to do if there is none.
+    """The tokenizer of a folder, by its tokenizer.json or by the one that transformers makes of other files; ValueError
+    says what is wrong, or what to do if there is none.
 
     Tokens that are only in tokenizer_config.json and exceed the model's `vocab_size` are left out. `is_file_alone` is
     that of `TokenizerRules`.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(_remedy(folder))
+        path, is_file_alone = converted(folder) / "tokenizer.json", True
     settings = read_mapping(folder / "tokenizer_config.json")
     text = path.read_text(encoding="utf-8")
     kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class") or ""
@@ -69,17 +71,6 @@ def eos_token(folder: Path) -> str:
     names = ("tokenizer_config.json", "special_tokens_map.json")
     found = (read_mapping(folder / name).get("eos_token") for name in names)
     return next(filter(None, map(content_of, found)), "")
-
-
-def _remedy(folder: Path) -> str:
-    has = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
-    if not has:
-        return f"{folder}: no tokenizer.json; set model.tokenizer to a folder that has one"
-    return (
-        f"{folder}: {has[0]} and no tokenizer.json; make one "
-        f"(transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})), "
-        "or set model.tokenizer to a folder that has one"
-    )
 
 
 def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

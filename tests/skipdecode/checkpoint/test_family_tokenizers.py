@@ -226,14 +226,60 @@ def test_vocabularies_may_be_smaller_than_the_model(tmp_path: Path) -> None:
         Tokenizer(folder, config("qwen2", vocab_size=last))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", ""])
-def test_a_folder_without_tokenizer_json_names_what_to_do(tmp_path: Path, name: str) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["tokenizer.model", ""])
+def test_a_folder_without_tokenizer_json_names_what_to_do(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if name:
-        (tmp_path / name).write_bytes(b"{}")
-    wanted = "save_pretrained" if name else "no tokenizer.json"
+        (tmp_path / name).write_bytes(b"no model")
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    wanted = "needs sentencepiece" if name else "no tokenizer.json"
     with pytest.raises(ValueError, match=rf"{name}.*{wanted}.*model\.tokenizer") as caught:
         Tokenizer(tmp_path, config("llama"))
     assert str(tmp_path) in str(caught.value)
+
+
+def sentencepiece_model(path: Path, tokenizer: Any) -> None:
+    """A tokenizer.model with the pieces of `tokenizer`: the earlier one, the better its score."""
+    model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="transformers reads it with this")
+    made, kinds = model_pb2.ModelProto(), model_pb2.ModelProto.SentencePiece
+    made.trainer_spec.model_type = model_pb2.TrainerSpec.BPE
+    made.trainer_spec.byte_fallback = True
+    vocab = tokenizer.get_vocab()
+    for number, piece in enumerate(sorted(vocab, key=vocab.__getitem__)):
+        kind = kinds.UNKNOWN if piece == "<unk>" else kinds.CONTROL if piece in ("<s>", "</s>") else kinds.NORMAL
+        kind = kinds.BYTE if piece.startswith("<0x") else kind
+        made.pieces.add(piece=piece, score=-float(number), type=kind)
+    path.write_bytes(made.SerializeToString())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["tokenizer.model", "vocab.json"])
+def test_what_transformers_alone_reads_is_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_folder(tmp_path / "model", sentencepiece() if kind == "tokenizer.model" else byte_level("qwen2"),
+                          "llama" if kind == "tokenizer.model" else "qwen2")  # fmt: skip
+    raw = json.loads((folder / "tokenizer.json").read_text())["model"]
+    if kind == "tokenizer.model":
+        sentencepiece_model(folder / kind, sentencepiece())
+        (folder / "tokenizer_config.json").write_text(json.dumps(LLAMA | {"legacy": False}))
+    else:
+        (folder / "vocab.json").write_text(json.dumps(raw["vocab"]))
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["merges"]]
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    (folder / "tokenizer.json").unlink()
+    model_type = "llama" if kind == "tokenizer.model" else "qwen2"
+    ours, theirs = Tokenizer(folder, config(model_type, vocab_size=500)), AutoTokenizer.from_pretrained(folder)
+    for text in NASTY:
+        assert ours.encode([text])[0] == theirs(text)["input_ids"], text
+        assert ours.decode(ours.encode([text])[0]) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("converted twice"))
+    assert Tokenizer(folder, config(model_type, vocab_size=500)).encode(["a pub"]) == ours.encode(["a pub"])
 
 
 @pytest.mark.parametrize(
