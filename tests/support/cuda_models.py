@@ -27,6 +27,20 @@ SHAPES = {
     "llama": LLAMA,
     "llama, one head of keys": LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 128, "hidden_size": 96},
+    "gemma3": LLAMA
+    | {
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 48,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "smollm3, windows": LLAMA
+    | {
+        "model_type": "smollm3",
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "no_rope_layers": [1, 0, 1, 0],
+    },
     "stablelm": LLAMA | {"model_type": "stablelm", "use_qkv_bias": True, "num_key_value_heads": 4, "head_dim": None},
 }
 
@@ -34,6 +48,8 @@ SHAPES = {
 def random_model(name: str, *, layers: int = 4, dtype: torch.dtype = torch.float32, seed: int = 5) -> Decoder:
     """Ready to decode, not packed. Norms and biases are random, too."""
     raw = {key: value for key, value in SHAPES[name].items() if value is not None}
+    if "layer_types" in raw:
+        raw["layer_types"] = (raw["layer_types"] * layers)[:layers]
     torch.manual_seed(seed)
     model = Decoder(config_of(raw | {"num_hidden_layers": layers}))
     with torch.no_grad():

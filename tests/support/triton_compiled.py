@@ -23,11 +23,13 @@ KERNELS = TritonKernels()
 
 def attend(
     K: int, H: int, G: int, B: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False,
-    is_stored: bool = False, has_table: bool = True,
+    is_stored: bool = False, has_table: bool = True, window: int | None = None,
 ) -> Callable[[], object]:  # fmt: skip
     def run() -> object:
         weights = [torch.empty(K, dtype=dtype)] * 2 if norms else [None, None]
-        heads = Heads(H, G, K, torch.empty(256, int(K * turns)) if turns else None, *weights, epsilon=1e-6)
+        heads = Heads(
+            H, G, K, torch.empty(256, int(K * turns)) if turns else None, *weights, epsilon=1e-6, window=window
+        )
         q, k, v = torch.empty(B, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
         first, last = torch.zeros(B, dtype=torch.int64), torch.zeros(1, dtype=torch.int64).expand(B)
         memory = torch.empty(B, G, 192, K, dtype=dtype)
@@ -79,6 +81,7 @@ CASES: dict[str, Callable[[], object]] = {
     "attention, Llama-3.1-8B": attend(128, 32, 8, 128, turns=1.0),
     "attention, Llama-3.1-8B, parts": attend(128, 32, 8, 16, turns=1.0),
     "attention, Qwen3": attend(128, 16, 8, 128, turns=1.0, norms=True),
+    "attention, Gemma 3 270M": attend(256, 4, 1, 64, turns=1.0, norms=True, window=512),
     "attention, OPT-1.3B, places, parts": places(64, 32, 32, 4, 5),
     "attention, Llama-3.1-8B, places": places(128, 32, 8, 64, 5, turns=1.0),
     "norm, OPT-1.3B": add_norm(2048, "layer"),
