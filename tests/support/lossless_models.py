@@ -39,17 +39,21 @@ def is_quiet(model: Decoder) -> Decoder:
                 linear.weight *= 0.2
                 if linear.bias is not None:
                     linear.bias *= 0.2
+            for norm in (layer.attn_out_norm, layer.ffn_out_norm):
+                if norm is not None:
+                    norm.weight *= 0.2
     return model
 
 
 @pytest.fixture(scope="module", params=["torch", *(["kernels"] if choice.choose().name != "torch" else [])])
 def models(request: pytest.FixtureRequest, ending_checkpoint: Callable[[str], Path]) -> Iterator[dict[str, Decoder]]:
-    """Narrow random models, by torch's operators and by the kernels of this machine: one whose rows end, and a Llama
-    whose heads share keys."""
+    """Narrow random models, by torch's operators and by the kernels of this machine: one whose rows end, a Llama whose
+    heads share keys, and a Gemma whose windows are shorter than its texts."""
     with forced("torch" if request.param == "torch" else choice.choose().name):
         opt = is_quiet(load_model(ending_checkpoint("1.3b")))  # as wide as kernels take it
         llama = is_quiet(random_model("llama", layers=L))
-        yield {"opt": opt.pack(), "llama": llama.pack()}
+        gemma3 = is_quiet(random_model("gemma3", layers=L))
+        yield {"opt": opt.pack(), "llama": llama.pack(), "gemma3": gemma3.pack()}
 
 
 class Erratic(SpeculationController):

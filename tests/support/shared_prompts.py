@@ -7,6 +7,7 @@ import torch
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
+from skipdecode.families.gemma3 import Gemma3Config
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.decoder import Decoder
@@ -31,6 +32,17 @@ def llama(**changed: object) -> DecoderConfig:
         "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 160,
     }  # fmt: skip
     return LlamaConfig(**(shape | changed))  # type: ignore[arg-type]
+
+
+def gemma3(**changed: object) -> DecoderConfig:
+    """Windows shorter than prompts, rotations of their own there, norms of outputs, and GELU."""
+    shape: dict[str, object] = {
+        "vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": LAYERS, "intermediate_size": 64, "head_dim": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 160, "sliding_window": 9,
+        "query_pre_attn_scalar": 32, "eos_token_id": 2,
+        "layer_types": ("sliding_attention", "sliding_attention", "full_attention") * 2,
+    }  # fmt: skip
+    return Gemma3Config(**(shape | changed))  # type: ignore[arg-type]
 
 
 def random_decoder(

@@ -25,12 +25,13 @@ from tests.support.cpu_backends import KINDS, NAMES, forced
 from tests.support.graphs import cpu_as_cuda
 from tests.support.schedules import SCHEDULES
 from tests.support.shared_prompts import LAYERS as L
-from tests.support.shared_prompts import grouped_prompts, llama, opt, random_decoder, requests_of
+from tests.support.shared_prompts import gemma3, grouped_prompts, llama, opt, random_decoder, requests_of
 
 CONFIGS = {
     "opt": opt,
     "llama": llama,
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=32),
+    "gemma3, windows": gemma3,
     "llama, a head of keys each": lambda: llama(num_key_value_heads=6, attention_bias=True),
 }
 BASES: dict[str, Schedule] = SCHEDULES | {

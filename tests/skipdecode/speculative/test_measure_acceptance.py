@@ -25,7 +25,7 @@ from tests.support.lossless_models import is_quiet
 L, N = 6, 24
 FULL = FullDepth(L)
 DRAFTS = [*DRAFTS_AND_FULL[1:], EarlyExit(L, 4, 1, 1, 9), Unified(L, 3), ChosenLayers(L, (1, 3, 4, 5))]
-MODELS = ["opt", "opt, norms behind", "llama", "qwen3"]
+MODELS = ["opt", "opt, norms behind", "llama", "qwen3", "gemma3"]
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 @settings(max_examples=5)
 @given(
     data=st.data(),
-    name=st.sampled_from(["opt", "llama"]),
+    name=st.sampled_from(["opt", "llama", "gemma3"]),
     drafts=st.sampled_from(DRAFTS),
     draft_tokens=st.sampled_from([None, 1, 2, 5]),
     adaptive=st.booleans(),

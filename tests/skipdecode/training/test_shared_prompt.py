@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from skipdecode.config.model import DecoderConfig
+from skipdecode.families.gemma3 import Gemma3Config
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.opt import OPTConfig
 from skipdecode.families.qwen import Qwen3Config
@@ -33,6 +34,14 @@ SHAPE = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": L, "num_atten
 CONFIGS: dict[str, DecoderConfig] = {
     "opt": OPTConfig(**SHAPE, ffn_dim=96),
     "llama": LlamaConfig(**SHAPE, intermediate_size=80, num_key_value_heads=2, tie_word_embeddings=True),
+    "gemma3, windows": Gemma3Config(
+        **SHAPE,
+        intermediate_size=80,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=3,
+        layer_types=("sliding_attention", "full_attention") * 3,
+    ),
     "qwen3": Qwen3Config(**SHAPE, intermediate_size=80, num_key_value_heads=1, head_dim=16),
 }
 PLAIN: list[Schedule] = [
