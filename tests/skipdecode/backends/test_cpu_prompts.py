@@ -63,7 +63,7 @@ class Filled:
 
 def exact_prompt(block: Layer, h: Tensor, *, attends: bool, runs_ffn: bool) -> tuple[Tensor, Tensor]:
     """A prompt [T, D] without padding through a layer of parts: [T, D], and [2, H, T, K] of keys and values."""
-    view = Kept(torch.arange(len(h))[None], None, None, [])
+    view = Kept(torch.arange(len(h))[None], None, (None,) * 9, [])
     return block(h[None], view, 0, attends=attends, runs_ffn=runs_ffn)[0], view.kept
 
 

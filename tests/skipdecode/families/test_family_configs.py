@@ -114,4 +114,5 @@ def test_a_config_survives_being_written(family: Any) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    assert {name.partition(",")[0] for name in FAMILY_MODELS} == FAMILIES.keys() - {"opt"}
+    elsewhere = {"opt", "llama_swiftkv"}  # test_decoder.py, test_checkpoints_that_skip.py
+    assert {name.partition(",")[0] for name in FAMILY_MODELS} == FAMILIES.keys() - elsewhere
