@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,18 +92,30 @@ def test_a_damaged_file_names_the_key(path: Path, tmp_path: Path) -> None:
         check_model(JobConfig.model_validate({"model": {"source": str(short)}}), print)
 
 
+def with_swiftkv(source: Path, target: Path, **output: Any) -> None:
+    tree = {
+        "model": {"source": str(source), "swiftkv": {"kv_layers": 1}},
+        "data": {"path": "unused.jsonl"},
+        "output": {"path": str(target), "dtype": "float32"} | output,
+    }
+    init_swiftkv(FinetuneConfig.model_validate(tree), print)
+
+
+def test_swiftkv_is_written_in_snowflakes_layout(path: Path, tmp_path: Path) -> None:
+    with_swiftkv(path, tmp_path / "model", model_type="llama_swiftkv")
+    raw = json.loads((tmp_path / "model/config.json").read_text())
+    assert (raw["model_type"], raw["architectures"]) == ("llama_swiftkv", ["LlamaSwiftKVForCausalLM"])
+    assert (raw["swiftkv"], raw["num_key_value_layers"], raw["key_value_group_size"]) == (True, 1, 1)
+    assert read_config(tmp_path / "model").swiftkv is not None
+    own = write_model(tmp_path / "qwen.gguf", random_model("qwen2"))
+    with pytest.raises(ConfigError, match=r"output\.model_type: .*layout of Llamas, and model_type is 'qwen2'"):
+        with_swiftkv(own, tmp_path / "other", model_type="llama_swiftkv")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_folder_made_from_it_is_the_same_model(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "swiftkv"
-    init_swiftkv(
-        FinetuneConfig.model_validate(
-            {
-                "model": {"source": str(path), "swiftkv": {"kv_layers": 1}},
-                "data": {"path": "unused.jsonl"},
-                "output": {"path": str(target), "dtype": "float32"},
-            }
-        ),
-        print,
-    )
+    with_swiftkv(path, target)
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads((target / "config.json").read_text())["model_type"] == "llama"
     ours, made = (Tokenizer(source, read_config(source)) for source in (path, target))
