@@ -236,10 +236,6 @@ class DecoderConfig:
         return None
 
     @property
-    def has_windows(self) -> bool:
-        return any(self.layer_window(layer) for layer in range(self.num_hidden_layers))
-
-    @property
     def has_learned_positions(self) -> bool:
         """Positions have embeddings, whose weights count."""
         return self.rope is None

@@ -94,8 +94,8 @@ def test_what_we_lack_is_refused_by_name(changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_windows_that_cover_the_context_are_none(model_type: str, window: dict[str, Any]) -> None:
     raw = BASE | {"model_type": model_type, "use_sliding_window": True, "layer_types": ["sliding_attention"] * L}
-    assert not config_of(raw | window).has_windows
-    assert config_of(raw | {"sliding_window": 127}).has_windows
+    assert {config_of(raw | window).layer_window(layer) for layer in range(L)} == {None}
+    assert {config_of(raw | {"sliding_window": 127}).layer_window(layer) for layer in range(L)} == {127}
 
 
 def test_an_unknown_shape_names_each_known_one_once() -> None:
