@@ -22,6 +22,7 @@ from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logit
 from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.schedule import FullDepth, Schedule, SwiftKVPrefill
+from tests.support.cpu_backends import NAMES, forced
 from tests.support.families import FAMILY_MODELS, L, family_config
 from tests.support.forward import feed, left_pad
 from tests.support.naive import FFNRule, greedy, requests_for, tokens_of
@@ -89,16 +90,30 @@ def decoded(model: Decoder, prompts: list[list[int]], schedule: Schedule, num_ne
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.grid
 def test_full_depth_is_hugging_face(any_folder: Path, is_packed: bool) -> None:
-    theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(any_folder)
-    prompts = prompts_of(LENGTHS)
-    with torch.inference_mode():
-        wanted = [
-            theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
-            for prompt in prompts
-        ]
     model = load_model(any_folder)
-    made = decoded(model.pack() if is_packed else model, prompts, FullDepth(L), 24)
-    assert [prompt + row for prompt, row in zip(prompts, made, strict=True)] == [row.tolist() for row in wanted]
+    made = decoded(model.pack() if is_packed else model, prompts_of(LENGTHS), FullDepth(L), 24)
+    assert made == hugging_faces(any_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", *NAMES])
+def test_full_depth_is_hugging_face_on_every_back_end(any_folder: Path, backend: str) -> None:
+    with forced(backend):
+        model = load_model(any_folder).pack()
+        made = decoded(model, prompts_of(LENGTHS), FullDepth(L), 24)
+        rows, _ = generate_continuous(model, requests_for(prompts_of(LENGTHS), greedy(24)), FullDepth(L), max_rows=3)
+    assert made == [row.tokens for row in rows] == hugging_faces(any_folder)
+
+
+def hugging_faces(folder: Path) -> list[list[int]]:
+    """24 tokens behind each prompt."""
+    theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    made = []
+    for prompt in prompts_of(LENGTHS):
+        with torch.inference_mode():
+            row = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
+        made.append(row.tolist()[len(prompt) :])
+    return made
 
 
 def test_logits_are_hugging_faces(any_folder: Path) -> None:
