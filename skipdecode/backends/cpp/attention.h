@@ -291,7 +291,7 @@ void score_all(int64_t each, int64_t from, int64_t count, int64_t hidden, const 
                               : some == 16 ? score<DIM, true, false, T> : score<DIM, false, false, T>;
       run(scratch.queries + r * scratch.width, keys + s * dim, some, dim, scores, values + s * dim);
       const Floats seen = first_of(some, load16(scores) * all(scale), all(-FLT_MAX));
-      const Floats scaled = first_of(hidden - from - s, all(-FLT_MAX), seen);
+      const Floats scaled = hidden ? first_of(hidden - from - s, all(-FLT_MAX), seen) : seen;
       store16(scores, scaled);
       store16(scratch.tops + 16 * r, max(load16(scratch.tops + 16 * r), scaled));
     }
@@ -307,7 +307,7 @@ void weigh(int64_t each, int64_t count, int64_t hidden, const GroupScratch<T>& s
     for (int64_t s = 0; s < count; s += 16) {
       const int64_t at = r * scratch.apart + s;
       const Floats seen = first_of(count - s, exp_of_negatives(load16(scratch.scores + at) - top), all(0.0f));
-      const Floats weight = first_of(hidden - s, all(0.0f), seen);
+      const Floats weight = hidden ? first_of(hidden - s, all(0.0f), seen) : seen;
       store_first(scratch.weights + at, weight, 16);
       total = total + Weights<T>::rounded(weight);
     }
