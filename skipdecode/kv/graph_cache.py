@@ -209,7 +209,7 @@ class TableView(StepView):
         self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, tables: RotaryTables
     ) -> None:
         """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `GraphKVRange`. `positions` [B, 1]
-        int64. `tables`: of all layers."""
+        int64. `tables`: the rotary ones of all layers."""
         self._memory, self._where, self._first, self._last = memory, where, first, last
         self._positions, self._tables = positions, tables
         decode_attention = backend_on(memory.device).decode_attention(memory)

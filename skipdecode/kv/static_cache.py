@@ -323,7 +323,7 @@ class PaddedView(StepView):
     def __init__(
         self, cache: KVCache, positions: Tensor, tables: RotaryTables, *, original: KVCache | None = None
     ) -> None:
-        """`positions` [B, T] int64, -1 for padding. `tables`: of all layers. `original`: the cache on
+        """`positions` [B, T] int64, -1 for padding. `tables`: the rotary ones of all layers. `original`: the cache on
         the first device, if `cache` is its copy for another one (`KVCache.on`)."""
         self._cache, self.positions, self._tables = cache, positions, tables
         self._original = original or cache

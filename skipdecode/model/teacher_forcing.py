@@ -111,7 +111,7 @@ class ForcedView:
     mask: Tensor | None
     """[B, 1, n, n] bool; None: causal, no padding."""
     tables: RotaryTables
-    """Of all layers."""
+    """The rotary ones of all layers."""
     kv_owner: Sequence[int]
     """[L] the layer whose K/V each layer attends to, if it has none of its own."""
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
