@@ -226,7 +226,6 @@ def test_vocabularies_may_be_smaller_than_the_model(tmp_path: Path) -> None:
         Tokenizer(folder, config("qwen2", vocab_size=last))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", ["tokenizer.model", ""])
 def test_a_folder_without_tokenizer_json_names_what_to_do(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +254,6 @@ def sentencepiece_model(path: Path, tokenizer: Any) -> None:
     path.write_bytes(made.SerializeToString())
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("kind", ["tokenizer.model", "vocab.json"])
 def test_what_transformers_alone_reads_is_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
