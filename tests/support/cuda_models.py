@@ -30,6 +30,7 @@ SHAPES = {
     "gemma3": LLAMA
     | {
         "model_type": "gemma3_text",
+        "tie_word_embeddings": False,
         "sliding_window": 5,
         "query_pre_attn_scalar": 48,
         "layer_types": ["sliding_attention", "full_attention"],
