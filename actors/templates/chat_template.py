@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from actors.templates.sandbox import Template, TemplateError
+from actors.templates.template_kwargs import NO_KWARGS
 
 ROLES = ("system", "developer", "user", "assistant")
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -60,19 +61,34 @@ class ChatTemplate:
     def source(self) -> str:
         return self.template.source
 
-    def render(self, messages: Sequence[Message], *, now: datetime, continues: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        now: datetime,
+        continues: bool = False,
+        kwargs: Mapping[str, object] = NO_KWARGS,
+    ) -> str:
         """The prompt for the assistant's next message; with `continues`, for the rest of the last one. `messages` come
-        from `check_messages`. Raises TemplateError."""
-        text = self.template.render(self._values(messages, continues), now=now)
+        from `check_messages`, `kwargs` have passed `check_kwargs`. Raises TemplateError."""
+        text = self.template.render(self._values(messages, continues, kwargs), now=now)
         return _cut_at_end(text, messages) if continues else text
 
     def render_rows(
-        self, chats: Sequence[Sequence[Message]], *, now: datetime, continues: Collection[int] = ()
+        self,
+        chats: Sequence[Sequence[Message]],
+        *,
+        now: datetime,
+        continues: Collection[int] = (),
+        kwargs: Sequence[Mapping[str, object]] = (),
     ) -> list[str | TemplateError]:
-        """One prompt or error per conversation; of those in `continues` the last message goes on."""
-        texts = self.template.render_rows(
-            [self._values(messages, row in continues) for row, messages in enumerate(chats)], now=now
-        )
+        """One prompt or error per conversation; of those in `continues` the last message goes on. `kwargs`: of each,
+        none by default."""
+        values = [
+            self._values(messages, row in continues, kwargs[row] if kwargs else NO_KWARGS)
+            for row, messages in enumerate(chats)
+        ]
+        texts = self.template.render_rows(values, now=now)
         for row in continues:
             try:
                 texts[row] = _cut_at_end(texts[row], chats[row])
@@ -80,13 +96,19 @@ class ChatTemplate:
                 texts[row] = error
         return texts
 
-    def _values(self, messages: Sequence[Message], continues: bool) -> dict[str, object]:
+    def unread(self, kwargs: Collection[str]) -> list[str]:
+        """Those of the names that the template never reads, in which case they change nothing."""
+        return sorted(set(kwargs) - self.template.names)
+
+    def _values(
+        self, messages: Sequence[Message], continues: bool, kwargs: Mapping[str, object] = NO_KWARGS
+    ) -> dict[str, object]:
         if DEVELOPER.search(self.source) is None:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         if continues:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + END_MARK}]
         given: dict[str, object] = {"messages": [self._shaped(m) for m in messages], "tools": None, "documents": None}
-        return given | {"add_generation_prompt": not continues} | dict(self.special_tokens)
+        return given | {"add_generation_prompt": not continues} | dict(self.special_tokens) | dict(kwargs)
 
     def _shaped(self, message: Message) -> Mapping[str, object]:
         return {**message, "content": [{"type": "text", "text": message["content"]}]} if self.takes_parts else message

@@ -5,10 +5,11 @@ Whether the files and columns exist is checked in `pipeline.input`, whether a te
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from actors.templates.template_kwargs import check_kwargs
 from pipeline.config.tree import Section
 from pipeline.formatting import Json
 
@@ -40,6 +41,8 @@ class InputConfig(Section):
     """A system message for every conversation that has none; needs `chat` or `messages_column`."""
     chat_template: Annotated[str, Field(min_length=1)] = "auto"
     """A file with a chat template (Jinja); auto: the checkpoint's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, as in transformers and vLLM: `{enable_thinking: false}` for Qwen3."""
     continue_final_message: bool = False
     """Whether an answer continues the last message of its conversation, which must be the assistant's, as
     `continue_final_message` of transformers and vLLM; needs `messages_column`."""
@@ -58,6 +61,12 @@ class InputConfig(Section):
     @classmethod
     def _one_path_is_a_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_kwargs(value)
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> "InputConfig":

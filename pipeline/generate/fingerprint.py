@@ -23,7 +23,16 @@ from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 
 CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
 IMPLEMENTATION = "model.implementation"
-INPUT_KEYS = ("chat", "system", "continue_final_message", "sampling_column", "id_column", "too_long", "limit")
+INPUT_KEYS = (
+    "chat",
+    "system",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "sampling_column",
+    "id_column",
+    "too_long",
+    "limit",
+)
 NUM_SHOWN = 3  # input files that an error names
 
 

@@ -98,6 +98,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     log(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     columns = columns_of(scans, listing.format)
     unused = [unused_sampling(columns, listing.format, config.input), unread_partitions(listing, columns)]
+    unused.append(unread_kwargs(chat, config))
     for text in [*unknown_names(config.input, columns), *unused]:
         if text is not None:
             log(text)
@@ -204,6 +205,14 @@ def used_chat_template(
         why = "the checkpoint has no template that can be used"
         log(f"input.chat_template: {count(chats, 'chat')} will fail, since {why}; {REMEDY}")
     return chat if chats or config.input.is_chat else None
+
+
+def unread_kwargs(chat: ChatTemplate | None, config: JobConfig) -> str | None:
+    """A remark on variables that the chat template does not read."""
+    unread = [] if chat is None else chat.unread(config.input.chat_template_kwargs)
+    if not unread:
+        return None
+    return f"input.chat_template_kwargs: the chat template does not read {', '.join(unread)}, which changes nothing"
 
 
 def unused_chat_template(chat: ChatTemplate | None, config: JobConfig, format: str) -> str | None:

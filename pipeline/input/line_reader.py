@@ -31,6 +31,7 @@ class InputRow:
     tokens: list[int] | None = None
     messages: list[Json] | None = None  # a conversation in place of a prompt
     continues: bool = False  # whether the answer continues the last of `messages`
+    chat_template_kwargs: Mapping[str, Json] | None = None  # variables for the chat template
     sampling: str | None = None  # JSON object
     samples: int | None = None  # how many answers it asks for; None: sampling.n
     error_code: str = ""

@@ -71,7 +71,8 @@ def batch_row(row: InputRow, value: JsonObject, config: InputConfig, expansion: 
         row.samples = requested_samples(value, body)
         line = _parse(body, is_chat)
         row.sampling = _sampling(line, row.samples or expansion.samples, expansion.temperature)
-        row.continues = isinstance(line, ChatLine) and bool(line.continue_final_message)
+        if isinstance(line, ChatLine):
+            row.continues, row.chat_template_kwargs = bool(line.continue_final_message), line.chat_template_kwargs
     except RowError as error:
         row.fail(error.code, error.reason)
     except BadParameter as error:

@@ -7,13 +7,20 @@ Left out: the sandbox that renders (`actors.templates.sandbox`), and where a che
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import Protocol
 
-from actors.templates.chat_template import ChatTemplate, Message, MessagesError, check_continues, check_messages
+from actors.templates.chat_template import (
+    ChatTemplate,
+    Message,
+    MessagesError,
+    check_continues,
+    check_messages,
+)
 from actors.templates.sandbox import Template, TemplateError
+from actors.templates.template_kwargs import NO_KWARGS
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.line_reader import InputRow
 from pipeline.json_size import MAX_MARKS, count_marks
@@ -23,6 +30,8 @@ BATCH_MESSAGES = "messages"
 """The field of an OpenAI batch line that holds a conversation."""
 CONTINUES = "continue_final_message"
 """The field of an OpenAI batch line that says whether the last message is continued."""
+KWARGS = "chat_template_kwargs"
+"""The field of an OpenAI batch line with variables for the chat template."""
 OF_LINES = (
     "template", "templates", "messages_column", "chat", "system", "continue_final_message", "sampling_column"
 )  # fmt: skip
@@ -72,6 +81,8 @@ class Prompter:
     """The time that templates see: that of the run's start, so that a resume renders the same."""
     binds_row: bool = True
     """Whether templates get all columns as `row`."""
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Variables for the chat template, over which a batch line's own go."""
     continues: bool | None = False
     """Whether answers continue the last message of a conversation; None: of batch lines, which say it themselves."""
 
@@ -98,6 +109,7 @@ class Prompter:
             chat,
             now,
             binds_row=ROW not in columns,
+            kwargs=config.chat_template_kwargs,
             continues=None if format == "openai_batch" else config.continue_final_message,
         )
 
@@ -116,7 +128,8 @@ class Prompter:
                 made[row] = found
         if self.chat is not None and chats:
             continues = {number for number, row in enumerate(chats) if self._continues(fields[row])}
-            rendered = self.chat.render_rows(list(chats.values()), now=self.now, continues=continues)
+            kwargs = [{**self.kwargs, **self._own_kwargs(fields[row])} for row in chats]
+            rendered = self.chat.render_rows(list(chats.values()), now=self.now, continues=continues, kwargs=kwargs)
             for row, answer in zip(chats, rendered, strict=True):
                 made[row] = _checked(answer, "chat template")
         return made
@@ -143,6 +156,11 @@ class Prompter:
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages
+
+    def _own_kwargs(self, fields: Mapping[str, object]) -> Mapping[str, object]:
+        """What a batch line brings itself; other rows have no say."""
+        own = fields.get(KWARGS) if self.continues is None else None
+        return own if isinstance(own, Mapping) else NO_KWARGS
 
     def _continues(self, fields: Mapping[str, object]) -> bool:
         return bool(fields.get(CONTINUES)) if self.continues is None else self.continues
@@ -236,7 +254,12 @@ def check_format(format: str, config: InputConfig) -> None:
 
 
 def check_chat_template_is_used(config: InputConfig) -> None:
-    """ConfigError for a chat template that no row goes through."""
+    """ConfigError for a chat template, or variables for it, that no row goes through."""
+    if config.chat_template_kwargs and not config.is_chat:
+        raise ConfigError(
+            "input.chat_template_kwargs",
+            "has no effect without input.chat or input.messages_column; leave it out, or set one",
+        )
     if config.chat_template != "auto" and not config.is_chat:
         raise ConfigError(
             "input.chat_template", "has no effect without input.chat or input.messages_column; leave it out, or set one"
@@ -248,5 +271,7 @@ def prompt_fields(row: InputRow, format: str) -> Mapping[str, object]:
     if format == "text":
         return {PROMPT: row.prompt}
     if format == "openai_batch":
-        return {} if row.messages is None else {BATCH_MESSAGES: row.messages, CONTINUES: row.continues}
+        if row.messages is None:
+            return {}
+        return {BATCH_MESSAGES: row.messages, CONTINUES: row.continues, KWARGS: row.chat_template_kwargs}
     return row.fields

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from actors.templates.template_kwargs import check_kwargs
 from pipeline.formatting import Json
 from pipeline.openai_format.unsupported import BATCH, CHATS, COMMON, COMPLETIONS, WITHOUT_EFFECT, Unsupported
 from skipdecode.config.model import MAX_LOGPROBS
@@ -240,6 +241,17 @@ class ChatParameters(RequestParameters):
     """Whether the answer continues the last message, which is the assistant's."""
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, such as `enable_thinking`."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_kwargs(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            check_kwargs(value or {})
+        except ValueError as error:
+            raise BadParameter("chat_template_kwargs", f"is not valid: {error}") from error
+        return value
 
     @model_validator(mode="after")
     def _check_generation_prompt(self) -> Self:

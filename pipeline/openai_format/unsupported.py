@@ -101,7 +101,6 @@ CHATS: Final[dict[str, Unsupported]] = COMMON | {
     "moderation": Unsupported("answers are not moderated"),
     "add_special_tokens": Unsupported("the chat template brings its own special tokens", (False,)),
     "chat_template": Unsupported(_TEMPLATE),
-    "chat_template_kwargs": Unsupported(_TEMPLATE, ({},)),
     "documents": Unsupported(_TEMPLATE, ([],)),
     "return_prompt_text": Unsupported(_IDS, (False,)),
 }

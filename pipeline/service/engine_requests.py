@@ -88,7 +88,8 @@ class Prompts:
                 "continue_final_message=true continues it instead (said once)"
             )
         try:
-            return self.chat_template.render(asked.messages, now=datetime.now(), continues=continues)
+            kwargs = asked.chat_template_kwargs or {}
+            return self.chat_template.render(asked.messages, now=datetime.now(), continues=continues, kwargs=kwargs)
         except TemplateRaised as error:
             message = f"messages: the chat template refuses them: {error}"
         except TemplateError as error:

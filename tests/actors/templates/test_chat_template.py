@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from actors.templates.chat_template import PASSED_ON, ChatTemplate, MessagesError, check_continues, check_messages
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateRaised
+from actors.templates.template_kwargs import check_kwargs
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import FAMILIES
 from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
@@ -166,6 +167,26 @@ def test_reasoning_is_read_as_transformers_has_it(folder: Callable[[str], Path],
         chat = [{"role": "assistant", "content": "x", **more}]
         expected = theirs.apply_chat_template(chat, chat_template=source, tokenize=False)
         assert own.render(check_messages(chat), now=NOW) == expected
+
+
+def test_kwargs_are_variables_as_in_transformers(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Those of a row go to that row alone; the checkpoint's special tokens may be set, too."""
+    source = (
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ mood }}"
+    )
+    (tmp_path / "mine.jinja").write_text(source)
+    own = loaded(folder("chatml"), "llama", tmp_path / "mine.jinja")
+    theirs = AutoTokenizer.from_pretrained(folder("chatml"))
+    given: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"mood": ["a", 5]}, {"bos_token": "X"}]
+    wanted = [theirs.apply_chat_template(USER, chat_template=source, tokenize=False, **own) for own in given]
+    assert len(set(wanted)) == 4
+    assert own.render_rows([USER] * 4, now=NOW, kwargs=given) == wanted
+    assert [own.render(USER, now=NOW, kwargs=kwargs) for kwargs in given] == wanted
+    assert own.unread({"enable_thinking": False, "thinking": True}) == ["thinking"]
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(ValueError, match=f"'{name}' is set by other parameters"):
+            check_kwargs({name: 1})
 
 
 def test_keys_that_say_nothing_change_no_prompt() -> None:

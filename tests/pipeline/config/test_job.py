@@ -97,7 +97,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     }  # fmt: skip
     assert config["input"] == {
         "path": ["prompts/"], "format": "auto", "prompt_column": "prompt", "id_column": "id", "limit": None,
-        "sampling_column": None,
+        "sampling_column": None, "chat_template_kwargs": {},
         "too_long": "fail_row", "template": None, "templates": None, "messages_column": None, "chat": False,
         "continue_final_message": False, "system": None, "chat_template": "auto",
     }  # fmt: skip

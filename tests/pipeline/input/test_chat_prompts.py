@@ -12,7 +12,7 @@ from actors.templates.chat_template import ChatTemplate
 from actors.templates.sandbox import Template
 from pipeline.input.sample_prompts import remark_on_last_messages
 from pipeline.json_size import MAX_MARKS
-from tests.support.input_helpers import make_config, make_plan, write, write_jsonl
+from tests.support.input_helpers import make_config, make_plan, refuse, write, write_jsonl
 from tests.support.prompt_helpers import read, texts
 
 CHATML = (
@@ -63,6 +63,25 @@ def test_the_last_message_is_continued(tmp_path: Path, chat: ChatTemplate) -> No
     lines = [{"custom_id": f"{n}", **head, "body": {"messages": begun} | body} for n, body in enumerate(bodies)]
     rows = read(write_jsonl(tmp_path / "b.jsonl", lines), chat)
     assert texts(rows) == [wanted, chatml(*said), chatml(*said)]
+
+
+def test_kwargs_are_the_runs_and_those_of_a_line_go_over_them(tmp_path: Path) -> None:
+    chat = through("{{ messages[0].content }}{% if enable_thinking is false %} no{% endif %}{{ mood }}")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", "chat_template_kwargs": {"mood": "?"}}])
+    given = {"enable_thinking": False, "mood": "!"}
+    assert texts(read(path, chat, chat=True, chat_template_kwargs=given)) == ["Hi no!"]
+    assert texts(read(path, chat, chat=True)) == ["Hi"]
+    refuse(path, r"input.chat_template_kwargs: has no effect without input.chat", chat_template_kwargs=given)
+    user = [{"role": "user", "content": "Hi"}]
+    bodies: list[dict[str, Any]] = [{}, {"chat_template_kwargs": {"mood": "."}}, {"chat_template_kwargs": {"tools": 1}}]
+    lines = [
+        {"custom_id": f"{n}", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": user} | body}
+        for n, body in enumerate(bodies)
+    ]
+    rows = read(write_jsonl(tmp_path / "b.jsonl", lines), chat, chat_template_kwargs=given)
+    assert texts(rows[:2]) == ["Hi no!", "Hi no."]
+    assert rows[2]["error_code"] == "bad_parameters"
+    assert "body.chat_template_kwargs is not valid: 'tools' is set by other parameters" in rows[2]["error_message"]
 
 
 def test_a_run_remarks_on_conversations_that_end_with_an_answer(tmp_path: Path) -> None:
