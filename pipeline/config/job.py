@@ -180,8 +180,8 @@ class RepetitionDetectionSection(Section):
     """Tokens of the longest pattern."""
     min_pattern_size: Annotated[int, Field(ge=1)] = 1
     """Tokens of the shortest pattern."""
-    min_count: Annotated[int, Field(ge=2)] = 2
-    """How many times a pattern must follow itself."""
+    min_count: Annotated[int, Field(ge=2)] = 4
+    """How many times a pattern must follow itself; text that is no loop often has two or three."""
 
     @field_validator("min_pattern_size")
     @classmethod

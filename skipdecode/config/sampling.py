@@ -22,7 +22,8 @@ class RepetitionDetection:
     """Tokens of the longest pattern."""
     min_pattern_size: int = 1
     """Tokens of the shortest pattern."""
-    min_count: int = 2
+    min_count: int = 4
+    """How many times the pattern must follow itself; text that is no loop often has two or three."""
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_pattern_size, 1, MAX_PATTERN_TOKENS):

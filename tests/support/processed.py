@@ -20,6 +20,6 @@ def processing(max_new_tokens: int, vocab: int) -> st.SearchStrategy[dict[str, A
         .map(tuple),
         "min_new_tokens": st.integers(0, max_new_tokens),
         "stop_token_ids": st.lists(token, max_size=4).map(tuple),
-        "repetition_detection": st.sampled_from([RepetitionDetection(4), RepetitionDetection(3, 2, 3)]),
+        "repetition_detection": st.sampled_from([RepetitionDetection(4, 1, 2), RepetitionDetection(3, 2, 3)]),
     }
     return st.one_of(st.just({}), st.fixed_dictionaries({}, optional=keys))
