@@ -91,8 +91,7 @@ def test_every_released_shape_decodes_without_a_host_read(name: str, layers: int
         few, many = kernels[-1], kernels[0]
         each = (sum(many.values()) - sum(few.values())) / (layers - 2)
         config = model.config
-        assert each == (9 - 1 if config.mlp == "swiglu" else 7), (many, few)
-        assert each <= (9 if config.has_qk_norm else 8 if config.mlp == "swiglu" else 7)
+        assert each == (8 if config.is_gated else 7) + 2 * config.has_sublayer_norms, (many, few)
         # around the layers: positions, embeddings, the first norm, the last one, the head, and the choice
         assert sum(many.values()) - each * layers <= 16, many
         assert many["draw_kernel" if keys else "argmax_kernel"] == 1
