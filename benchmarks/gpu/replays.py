@@ -22,7 +22,7 @@ from skipdecode.engine.cuda_graphs import plans_of
 from skipdecode.schedules.layer_plan import LayerPlan
 
 REPLAYS = 20
-PROMISED = {"relu": 7, "swiglu": 8}
+PROMISED = {"relu": 7, "swiglu": 8, "geglu": 10}
 """Kernels of a layer by its activation (`skipdecode.backends.cuda_backend`)."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace."""
