@@ -89,7 +89,8 @@ def test_one_client_has_not_all_threads() -> None:
     shares, is_free = Shares(LimitsSection()), threading.Event()
 
     async def crowd() -> list[bool]:
-        own = [asyncio.ensure_future(shares.in_thread("first", is_free.wait, 30)) for _ in range(3 * NUM_THREADS)]
+        own = [asyncio.ensure_future(shares.in_thread("first", is_free.wait, 10)) for _ in range(3 * NUM_THREADS)]
+        await asyncio.sleep(0)  # each of them begins
         await shares.in_thread("other", lambda: None)
         is_free.set()
         return await asyncio.gather(*own)
