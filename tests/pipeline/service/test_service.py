@@ -253,7 +253,9 @@ def test_draining(url: str, endpoint: Endpoint) -> None:
 def test_one_client_has_its_share_and_no_more(generator: Generator, endpoint: Endpoint) -> None:
     with local(endpoint) as url:
         assert post(url, prompt=["a"] * 3).status_code == 200
-        assert error_of(post(url, prompt=["a"] * 4)) == (400, "invalid_value"), "it would never have room"
+        for stream in (False, True):  # no stream begins that can only end in an error
+            answer = post(url, prompt=["a"] * 4, stream=stream)
+            assert error_of(answer) == (400, "invalid_value"), "it would never have room"
         assert post(url, prompt=["a"] * 3).status_code == 200, "what is over counts no more"
     assert not endpoint.shares._prompts
 
