@@ -78,9 +78,17 @@ def test_a_store_is_cleared_of_nothing_that_comes_later(tmp_path: Path) -> None:
 
     for name in ("data/status=ok/part-s0-x-0.parquet", "metrics/batches-s0-0.parquet", "report.json", "run.json"):
         put(name)
-    folder.clear("s1", lambda: put("data/status=ok/part-s2-x-0.parquet"))
+    of_successor: list[str] = []
+
+    def successor_writes() -> None:
+        """At each look at the lease, which is then gone as soon as it was seen."""
+        of_successor.append(f"data/status=ok/part-s2-x-{len(of_successor)}.parquet")
+        put(of_successor[-1])
+
+    folder.clear("s1", successor_writes)
     left = {path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert left == {"data/status=ok/part-s2-x-0.parquet", "run.json"}
+    assert of_successor
+    assert left == {*of_successor, "run.json"}
 
 
 def test_what_no_run_wrote_is_named_before_it_is_cleared(tmp_path: Path) -> None:
