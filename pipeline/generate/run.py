@@ -56,12 +56,20 @@ def run(config: JobConfig, log: Log) -> RunResult:
             return result_of_finished(planned)
     session = uuid.uuid4().hex[:12]
     with Lease(planned.folder, session, log) as lease:
-        earlier_sessions = [] if lease.previous_session is None else [lease.previous_session]
-        if config.output.if_exists == "overwrite":
-            earlier_sessions += _sessions_of_any(planned.folder)
-        elif planned.folder.read_state() != planned.earlier:
-            raise ConfigError("output.path", f"another run has worked in {planned.folder.shown} meanwhile; start again")
+        is_overwritten = config.output.if_exists == "overwrite"
+        earlier_sessions = _earlier_sessions(planned.folder, planned.earlier, lease, is_overwritten)
         return _execute(planned, session, earlier_sessions, lease, log, window)
+
+
+def _earlier_sessions(folder: RunFolder, earlier: RunState | None, lease: Lease, is_overwritten: bool) -> list[str]:
+    """The sessions before this run whose writers may still be alive; ConfigError if the run that is there is not
+    `earlier` any more, unless it is overwritten."""
+    earlier_sessions = [] if lease.previous_session is None else [lease.previous_session]
+    if is_overwritten:
+        return earlier_sessions + _sessions_of_any(folder)
+    if folder.read_state() != earlier:
+        raise ConfigError("output.path", f"another run has worked in {folder.shown} meanwhile; start again")
+    return earlier_sessions
 
 
 def _sessions_of_any(folder: RunFolder) -> list[str]:

@@ -133,10 +133,12 @@ class Session:
             return NOTHING_TO_DO
         with Lease(self.folder, self.name, _silent) as lease:
             self.lease = lease
-            earlier_sessions = [] if lease.previous_session is None else [lease.previous_session]
-            if self.mode == "overwrite":
-                earlier_sessions += code._sessions_of_any(self.folder)
-            elif self.folder.read_state() != earlier:
+            try:
+                is_overwritten = self.mode == "overwrite"
+                earlier_sessions = code._earlier_sessions(self.folder, earlier, lease, is_overwritten)
+            except ConfigError as error:
+                if "meanwhile" not in str(error):
+                    raise
                 return MEANWHILE
             code._execute(plan_of(self.folder, earlier, self.mode), self.name, earlier_sessions, lease, _silent)
         return DONE

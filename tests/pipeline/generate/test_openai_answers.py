@@ -77,10 +77,10 @@ def test_a_line_one_of_whose_ids_belongs_to_another_line_fails() -> None:
 
 def test_a_line_and_its_duplicate_fail_for_their_own_reasons() -> None:
     rows = [row("x", 0, 2), row("x", 1, 2, "poison_row"), *(row("x", j, 2, "duplicate_id") for j in range(2))]
-    lines = gather(rows, 1 << 20)
-    assert [(status, line["error"]["code"]) for status, line in lines] == [
-        ("failed", "poison_row"), ("failed", "duplicate_id")
-    ]  # fmt: skip
+    rows_of_both = [row("x", j, 2, code) for j in range(2) for code in ("poison_row", "duplicate_id")]
+    for lines in (gather(rows, 1 << 20), list(lines_of(rows_of_both, "m", 1))):
+        codes = [(status, line["error"]["code"]) for status, line in lines]
+        assert codes == [("failed", "poison_row"), ("failed", "duplicate_id")]
 
 
 def test_lines_of_one_id_and_other_numbers_of_samples_stay_apart() -> None:

@@ -111,6 +111,13 @@ def all_rows(plan: InputPlan, config: Any) -> list[dict[str, Any]]:
     return [row for block in blocks for row in block.to_pylist()]
 
 
+def test_ids_have_as_many_parts_as_tell_rows_apart() -> None:
+    assert Expansion().ids("x") == Expansion(samples=3).ids("x", 1) == ["x"]
+    assert Expansion(("a", "b")).ids("x") == ["x-a", "x-b"]
+    assert Expansion(samples=2).ids("x") == Expansion().ids("x", 2) == ["x-0", "x-1"]
+    assert Expansion(("a", "b"), 2).ids("x") == ["x-a-0", "x-a-1", "x-b-0", "x-b-1"]
+
+
 def test_samples_of_every_format(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"id": "x", "prompt": "p", "n": 1}, {"prompt": "q", "n": 2}, "bad"])
     write_parquet(tmp_path / "a.parquet", {"id": ["x", None, "z"], "prompt": ["p", "q", None], "n": [1, 2, 3]})

@@ -5,9 +5,11 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from pipeline.json_size import MAX_MARKS
 from pipeline.openai_format.parameters import BadParameter
 from pipeline.service.errors import ApiError
 from pipeline.service.requests import CompletionRequest, parse_body
+from tests.support.measured_memory import most_bytes
 from tests.support.service_helpers import error_of, post
 
 
@@ -26,6 +28,13 @@ def test_a_prompt_nested_to_any_depth() -> None:
     for depth in range(2, 1100):
         with pytest.raises((BadParameter, ApiError), match=r"prompt must be|not valid JSON"):
             CompletionRequest.parse(parse_body(b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"))
+
+
+def test_a_body_of_more_values_than_any_request_has_is_refused_unread() -> None:
+    body = b'{"prompt": [' + b"[]," * MAX_MARKS + b"[]]}"
+    with most_bytes(12 << 20), pytest.raises(ApiError, match="commas and brackets, more than the allowed") as caught:
+        parse_body(body)
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "utf-32-be"])
