@@ -104,8 +104,10 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     assert config["output"] == {"path": "outputs/run", "if_exists": "fail", "model_name": None}
     assert config["actors"]["length_buckets"] == [32, 64, 128, 256, 512, 1024, 2048]
     assert config["baseline"] == {"fraction": 0.02}
-    limits = {"max_failed_rows": 0.01, "max_row_attempts": 3, "no_progress_timeout_s": 1800, "max_line_bytes": 1 << 26}
-    assert config["limits"] == limits
+    assert config["limits"] == {
+        "max_failed_rows": 0.01, "max_row_attempts": 3, "no_progress_timeout_s": 1800, "max_line_bytes": 1 << 26,
+        "window_s": None,
+    }  # fmt: skip
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
