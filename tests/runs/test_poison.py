@@ -46,12 +46,14 @@ def test_samples_of_a_poison_prompt_fail_together_and_a_resume_knows_them(
     wait_for(lambda: any('prompts": {\n' in path.read_text() for path in output.glob("quarantine-*.json")), driver)
     os.killpg(driver.pid, signal.SIGKILL)
     driver.communicate()
-    deaths = len(hits(tmp_path))
-    assert deaths <= 3 + 2 + 2, "log2(window) + max_row_attempts, and two for the prompt"
+    before = hits(tmp_path)
+    # a process that dies of one sample may pass the fault points of others meanwhile
+    died = {path.read_text() for path in tmp_path.glob("faults.json.*.hit")}
+    assert len(died) <= 3 + 2 + 2, "log2(window) + max_row_attempts, and two for the prompt"
     resumed = run([*line, "--resume"], environment(faults, tmp_path))
     assert resumed.returncode == 0, resumed.stderr
     assert "killed workers in earlier sessions, and are not tried again" in resumed.stderr
     assert rows(output, "failed").keys() == {f"r11-{sample}" for sample in range(8)}
     assert len(rows(output, "ok")) == 39 * 8
-    assert len(hits(tmp_path)) == deaths
+    assert hits(tmp_path) == before
     assert not list(output.glob("quarantine-*")), "a finished run has no use for them"
