@@ -21,10 +21,13 @@ GGUF_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "
 _END = "<|endoftext|>"
 CLASS_TOKENS: dict[str, Mapping[str, str]] = {
     "LlamaTokenizer": LLAMA_TOKENS,
+    "GemmaTokenizer": {
+        "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>",
+    },
     "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
     "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
-}
+}  # fmt: skip
 """The special tokens of a tokenizer's class in transformers, if the files do not name them."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skipdecode.config.json_files import check_size, refuse
-from skipdecode.config.model import FeedForwardKind, Parts
+from skipdecode.config.model import FeedForwardKind, Parts, TokenizerRules
 from skipdecode.config.rope import Rope, read_rope, write_rope
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.windowed import FULL, SLIDING, WindowedConfig, read_layer_types, read_window
@@ -25,6 +25,7 @@ class Gemma3Config(WindowedConfig):
 
     model_type: ClassVar[str] = "gemma3_text"
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules("GemmaTokenizer")
     activation: ClassVar[tuple[str, str]] = ("hidden_activation", "gelu_pytorch_tanh")
     layer_parts: ClassVar[Parts] = {
         **LlamaConfig.layer_parts,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from skipdecode.config.model import TokenizerRules
 from skipdecode.families.llama import LlamaConfig
 
 
@@ -14,6 +15,7 @@ class GraniteConfig(LlamaConfig):
 
     model_type: ClassVar[str] = "granite"
     architecture: ClassVar[str] = "GraniteForCausalLM"
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
     released_shapes: ClassVar[Mapping[str, dict[str, Any]]] = {}
 
     embedding_multiplier: float = 1.0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from skipdecode.config.model import Parts
+from skipdecode.config.model import Parts, TokenizerRules
 from skipdecode.config.rope import ORIGINAL
 from skipdecode.families.llama import LlamaConfig
 from skipdecode.families.windowed import WindowedConfig, read_window
@@ -21,6 +21,7 @@ class Phi3Config(WindowedConfig):
 
     model_type: ClassVar[str] = "phi3"
     architecture: ClassVar[str] = "Phi3ForCausalLM"
+    tokenizer: ClassVar[TokenizerRules] = TokenizerRules(is_file_alone=True)
     layer_parts: ClassVar[Parts] = {
         **LlamaConfig.layer_parts,
         "qkv": ("self_attn.qkv_proj",),

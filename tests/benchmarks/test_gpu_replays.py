@@ -72,7 +72,7 @@ def test_a_kernel_more_than_promised_is_named() -> None:
     assert too_many(each | {"elementwise": 1.0}, 7) == (
         "a layer is 8 kernels, and 7 are promised: 1 attend_kernel, 6 nvjet, 1 elementwise"
     )
-    assert PROMISED == {"relu": 7, "swiglu": 8}
+    assert PROMISED == {"relu": 7, "swiglu": 8, "geglu": 10}
 
 
 def test_gaps_within_steps_and_between_them() -> None:

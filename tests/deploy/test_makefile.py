@@ -50,8 +50,8 @@ def test_tests_add_to_what_the_demo_has_installed(checkout: Path) -> None:
     checks = ["ruff check .", "ruff format --check .", "mypy"]
     assert make(checkout, "setup") == ["install ."]
     lanes = [
-        "-n auto --dist worksteal -m not slow and not ray and not process",
-        "-n 1 --dist loadscope -m not slow and (ray or process)",
+        "-n auto --dist worksteal -m not slow and not ray",
+        "-n 1 --dist loadscope -m not slow and ray",
     ]
     first, *others = make(checkout, "test")
     assert first == "install .[test]"

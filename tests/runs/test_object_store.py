@@ -134,16 +134,17 @@ def test_a_run_on_an_object_store(uri: Callable[[str], str], tiny_checkpoint: Pa
 
 
 def _a_row_changes_sides(folder: RunFolder) -> None:
-    """In a task that is repeated: it stays where the first attempt has put it, and a row that is missing is added."""
+    """In a task that is repeated: the attempt counts that has written all rows."""
     schema = pa.schema([("id", pa.string())])
     with Lease(folder, "s0", print):
         sink = RunSink(folder.filesystem, folder.root, "s0", schema, None, stream="x")
-        sink.write(pa.table({"id": ["a"], STATUS: ["ok"]}), "0")
-        sink.write(pa.table({"id": ["a", "b"], STATUS: ["failed", "ok"]}), "0")
-        paths = [folder.name(path) for path in folder.all_data_files() if "part-s0" in path]
-        assert paths == ["data/status=ok/part-s0-x-0-1.parquet", "data/status=ok/part-s0-x-0.parquet"]
+        sink.write(pa.table({"id": ["a"], STATUS: ["ok"]}), "0-0-first")
+        sink.write(pa.table({"id": ["a", "b"], STATUS: ["failed", "ok"]}), "0-0-second")
+        paths = [path for path in folder.all_data_files() if "part-s0" in path]
+        kept = [folder.name(path) for path in folder.one_attempt_each(paths)]
+        assert kept == [f"data/status={status}/part-s0-x-0-0-second.parquet" for status in ("ok", "failed")]
         for path in paths:
-            folder.remove(path)
+            folder.remove(folder.name(path))
 
 
 def test_the_run_folder_on_an_object_store(uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:

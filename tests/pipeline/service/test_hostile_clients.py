@@ -148,6 +148,15 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "return_token_ids": st.booleans(),
     "return_layers": st.booleans(),
+    "min_p": st.floats(-1, 2),
+    "min_tokens": st.integers(-1, 12),
+    "repetition_penalty": st.floats(-1, 3),
+    "presence_penalty": st.floats(-3, 3),
+    "frequency_penalty": st.floats(-3, 3),
+    "stop_token_ids": st.lists(st.integers(-1, 400), max_size=3),
+    "repetition_detection": st.fixed_dictionaries({}, optional={"max_pattern_size": st.integers(-1, 30), "x": ANY}),
+    "structured_outputs": st.fixed_dictionaries({}, optional={"choice": st.lists(TEXT, max_size=2), "regex": TEXT}),
+    "response_format": st.just({"type": "text"}) | st.just({"type": "json_object"}) | ANY,
 }
 MAD = st.fixed_dictionaries(
     {"prompt": LIKELY["prompt"] | LIKELY["prompt"] | LIKELY["prompt"] | ANY},
