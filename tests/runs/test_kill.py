@@ -14,7 +14,7 @@ from tests.support.processes import rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-NUM_ROWS = 300
+NUM_ROWS = 160
 
 
 def tokens(output: Path) -> dict[str, list[int]]:
@@ -28,7 +28,7 @@ def test_a_killed_run_is_resumed_exactly_once(tiny_checkpoint: Path, tmp_path: P
     command = [
         sys.executable, "-m", "jobs.generate", f"model.source={tiny_checkpoint}", "model.dtype=float32", "-i",
         str(source),
-        "sampling.max_new_tokens=30", "actors.batch_size=8", "actors.window_batches=4", "sampling.temperature=0.9",
+        "sampling.max_new_tokens=30", "actors.batch_size=4", "actors.window_batches=4", "sampling.temperature=0.9",
     ]  # fmt: skip
     run = [*command, "-o", str(tmp_path / "run")]
     driver = subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)

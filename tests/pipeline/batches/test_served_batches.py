@@ -1,6 +1,7 @@
 """Batches as their users see them: the openai client against a real Ray Serve application, and what it survives.
 
-One application for the module (`jobs.serve`, demo model, float32).
+One application for the module (`jobs.serve`, demo model, float32). All slow, since `test_batches` and `test_runner` run
+the same code without Ray.
 """
 
 import json
@@ -21,7 +22,7 @@ from tests.support.batch_helpers import KEY, OTHER_KEY, answers_of, client_of, j
 from tests.support.processes import descendants, titles, wait_for
 from tests.support.service_helpers import Offline, Served, served
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
 BAD = [
     "{no json",

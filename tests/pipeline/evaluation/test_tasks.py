@@ -30,7 +30,7 @@ def config(task: Path, **keys: object) -> TasksConfig:
     return build_config(TasksConfig, {"tasks": ["names"], "tasks_path": str(task), "device": "cpu"} | keys)
 
 
-@pytest.mark.parametrize("decode", [{"method": "full"}, {"speedup": 2}])
+@pytest.mark.parametrize("decode", [pytest.param({"method": "full"}, marks=pytest.mark.slow), {"speedup": 2}])
 def test_a_task_is_scored(task: Path, decode: dict[str, object]) -> None:
     """The demo model begins with the name."""
     notes: list[str] = []

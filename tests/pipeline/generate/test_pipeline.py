@@ -39,7 +39,7 @@ def hf_tokens(model: OPTForCausalLM, prompt: list[int], count: int) -> list[int]
     ("style", "num_actors"),
     [
         pytest.param("125m", "1", marks=pytest.mark.slow),
-        ("125m", "2"),
+        pytest.param("125m", "2", marks=pytest.mark.slow),
         pytest.param("350m", "[1,2]", marks=pytest.mark.slow),
         pytest.param("1.3b", "2", marks=pytest.mark.slow),
     ],
