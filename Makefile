@@ -5,6 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --no-compile --disable-pip-version-check --root-user-action=ignore --editable
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
+# Where it is set, each process that Ray or a test starts compiles torch and Ray anew, which takes 4 to 6 s.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo demo-chat test test-fast test-ray test-all chaos mutants check docs bench gpu baselines quality clean
 
