@@ -59,7 +59,7 @@ SEED ?= 0
 chaos: .venv/installed-test  ## runs killed, paused and delayed at random; each must lose nothing: TRIALS=100 SEED=0
 	$(BIN)/python -m tests.runs.chaos --trials $(TRIALS) --seed $(SEED)
 
-mutants: .venv/installed-test  ## makes one line wrong at a time, which the tests named with it must find; half an hour
+mutants: .venv/installed-test  ## makes one line wrong at a time, which the tests named with it must find
 	$(BIN)/python -m tests.mutants
 
 check: .venv/installed-test  ## lint, format and types
