@@ -76,8 +76,8 @@ def score_schema(asked: Asked) -> pa.Schema:
 
 
 CHOICE: Final = "openai_choice"
-"""Text and `logprobs` of the answer to an OpenAI batch line, as JSON. The column is there if some line asks for more
-than text, and null for lines that do not."""
+"""Text, `logprobs` and `is_valid` of the answer to an OpenAI batch line, as JSON. The column is there if some line asks
+for more than text, and null for lines that do not."""
 
 
 class OutputRow(TypedDict):

@@ -36,6 +36,8 @@ class Progress:
     """The error ended the engine, not only this request."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Scores of the prompt's tokens except the first, if asked for; they come with the first new tokens."""
+    is_valid: bool | None = None
+    """With the end of an answer that has a grammar: whether it is all that the grammar asks for."""
 
 
 @dataclass
@@ -180,10 +182,22 @@ class Engine:
             self.counts.layers_run += sum(layers) - (layers[0] if ticket.num_sent == 0 else 0)
             scored = ticket.prompt_logprobs if ticket.num_sent == 0 else None
             ticket.num_sent += len(new)
+            is_valid = None
             if not row.is_running:
                 self.counts.finished += 1
                 del self.open[ticket]
-            made.append(Progress(ticket, new, layers, logprobs, row.finish_reason, prompt_logprobs=scored or ()))
+                is_valid = row.is_valid
+            made.append(
+                Progress(
+                    ticket,
+                    new,
+                    layers,
+                    logprobs,
+                    row.finish_reason,
+                    prompt_logprobs=scored or (),
+                    is_valid=is_valid,
+                )
+            )
         return made
 
     def _layers(self, ticket: Ticket, n: int) -> int:

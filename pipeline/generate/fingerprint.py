@@ -21,7 +21,7 @@ from skipdecode.checkpoint.lora_adapter import resolve_adapter
 from skipdecode.config.model import Implementation
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 
-CODE_VERSION = 8  # raise when a change alters the tokens or rows that the same configuration gives
+CODE_VERSION = 9  # raise when a change alters the tokens or rows that the same configuration gives
 IMPLEMENTATION = "model.implementation"
 INPUT_KEYS = (
     "chat",
@@ -73,19 +73,7 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
     for section, names in (
         ("sampling", None),
         ("prefill", None),
-        (
-            "input",
-            (
-                *PROMPT_SOURCES,
-                "chat",
-                "system",
-                "continue_final_message",
-                "id_column",
-                "sampling_column",
-                "too_long",
-                "limit",
-            ),
-        ),
+        ("input", (*PROMPT_SOURCES, *INPUT_KEYS)),
         ("limits", ("max_line_bytes",)),
     ):
         values: dict[str, Json] = getattr(config, section).model_dump(mode="json")

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from pipeline.formatting import Json
 from pipeline.input.line_reader import RowError
 from pipeline.input.openai_rows import CHAT_URLS, requested_samples
-from pipeline.schema import CHOICE, DUPLICATE_ID, SAMPLE, SOURCE_ID
+from pipeline.schema import CHOICE, DUPLICATE_ID, IS_VALID, SAMPLE, SOURCE_ID
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import LinesRecord, RunState
 
@@ -46,6 +46,7 @@ class AnswerRow(TypedDict):
     sample: NotRequired[int]
     is_chat: NotRequired[bool]
     openai_choice: NotRequired[str | None]
+    is_valid: NotRequired[bool | None]
     samples: NotRequired[int]
     """Rows that its line became, or NOT_KNOWN."""
 
@@ -69,12 +70,13 @@ def answer_line(rows: Sequence[AnswerRow], model: str, created: int) -> dict[str
 
 
 def _choice(row: AnswerRow, index: int, is_chat: bool) -> dict[str, Json]:
-    text, logprobs = row["generated_text"], None
+    part: dict[str, Json] = {"text": row["generated_text"], "logprobs": None, "is_valid": row.get("is_valid")}
     if (choice := row.get("openai_choice")) is not None:
-        part: dict[str, Json] = json.loads(choice)
-        text, logprobs = str(part["text"]), part["logprobs"]
+        part |= json.loads(choice)
+    text, is_valid = part["text"], part["is_valid"]
     said: dict[str, Json] = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    said |= {"logprobs": part["logprobs"], "finish_reason": row["finish_reason"]}
+    return {"index": index, **said} | ({} if is_valid is None else {"is_valid": is_valid})
 
 
 def error_line(row: AnswerRow) -> dict[str, Json]:
@@ -282,7 +284,7 @@ def _rows(folder: RunFolder, paths: Sequence[str], samples: int) -> Iterator[Ans
     for path in paths:
         with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
             names = file.schema_arrow.names
-            own = [name for name in ("url", CHOICE) if name in names]
+            own = [name for name in ("url", CHOICE, IS_VALID) if name in names]
             wanted = [*COLUMNS, *own, *(SOURCES if SOURCE_ID in names else ())]
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=wanted):
                 for row in batch.to_pylist():

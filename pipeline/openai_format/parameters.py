@@ -312,9 +312,11 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
-CHOICE_KEYS = frozenset({"logprobs", "echo"})
+CHOICE_KEYS: Final = frozenset({"logprobs", "echo", "structured_outputs"})
 
 
 def asks_for_choice(own: str | None) -> bool:
     """Whether a row's own parameters (`schema.SAMPLING`) ask for more than text."""
-    return own is not None and ('"logprobs"' in own or '"echo"' in own) and bool(json.loads(own).keys() & CHOICE_KEYS)
+    if own is None or not any(f'"{key}"' in own for key in CHOICE_KEYS):
+        return False
+    return bool(json.loads(own).keys() & CHOICE_KEYS)

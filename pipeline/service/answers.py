@@ -70,6 +70,8 @@ class Choice:
             if pieces:
                 pieces[-1] = (pieces[-1][0] + rest, pieces[-1][1])
         entry: Body = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if progress.is_valid is not None:
+            entry["is_valid"] = progress.is_valid
         if self._asked.return_token_ids:
             if is_first:
                 entry["prompt_token_ids"] = list(self.request.prompt_tokens)

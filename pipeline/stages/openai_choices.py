@@ -1,15 +1,17 @@
-"""The parts of an OpenAI batch answer other than its text: log-probabilities, and the prompt again (`echo`).
+"""The parts of an OpenAI batch answer other than its text: log-probabilities, the prompt again (`echo`), and whether
+the text has the structure that the line asks for.
 
-What a line requests is in its own sampling parameters (`schema.SAMPLING`). The worker adds the scores to them, and the
-task that finishes rows turns both into the text and `logprobs` that the endpoint would send. The answer files contain
-them unchanged (`pipeline.generate.openai_batch`).
+What a line requests is in its own sampling parameters (`schema.SAMPLING`). The worker adds what it found to them, and
+the task that finishes rows turns both into what the endpoint would send. The answer files contain it unchanged
+(`pipeline.generate.openai_batch`).
 """
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final, NotRequired, TypedDict
 
 from pipeline.openai_format.logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
+from pipeline.schema import IS_VALID
 from skipdecode.engine.results import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 ECHO: Final = "echo"
 SCORES: Final = "scores"
-NOT_SAMPLING: Final = (ECHO, SCORES)
+NOT_SAMPLING: Final = (ECHO, SCORES, IS_VALID)
 """Keys of a row's own parameters that are not fields of `skipdecode.config.sampling.Sampling`."""
 
 
@@ -26,13 +28,14 @@ class ChoicePart(TypedDict):
 
     text: str
     logprobs: LogprobsBody | None
+    is_valid: NotRequired[bool]
 
 
-def with_scores(own: str, answer: "Completion") -> str:
-    """The row's own parameters with the scores of its answer."""
+def with_findings(own: str, answer: "Completion") -> str:
+    """The row's own parameters with the scores of its answer, and whether it has its structure."""
     prompt = answer.prompt_logprobs
     scores = [_listed(answer.logprobs), None if prompt is None else _listed(prompt)]
-    return json.dumps(json.loads(own) | {SCORES: scores})
+    return json.dumps(json.loads(own) | {SCORES: scores, IS_VALID: answer.is_valid})
 
 
 def _listed(scored: Sequence[TokenLogprobs]) -> list[list[object]]:
@@ -44,7 +47,7 @@ def _scored(listed: Sequence[tuple[float, Sequence[tuple[int, float]]]]) -> list
 
 
 def choice_of(own: str, prompt: Sequence[int], tokens: Sequence[int], text: str, decode: Decode) -> str:
-    """The JSON of a `ChoicePart`. `own`: the row's parameters with scores; `tokens` and `text`: the answer."""
+    """The JSON of a `ChoicePart`. `own`: from `with_findings`; `tokens` and `text`: the answer."""
     asked = json.loads(own)
     new, old = asked[SCORES]
     front = decode(prompt) if asked.get(ECHO) else ""
@@ -57,4 +60,6 @@ def choice_of(own: str, prompt: Sequence[int], tokens: Sequence[int], text: str,
         for token, scored in zip(tokens, _scored(new), strict=True):
             add_logprob(logprobs, token, scored, offsets.next(token), decode)
     part: ChoicePart = {"text": front + text, "logprobs": logprobs}
+    if asked[IS_VALID] is not None:
+        part[IS_VALID] = asked[IS_VALID]
     return json.dumps(part, ensure_ascii=False)

@@ -20,7 +20,7 @@ from pipeline.schema import (
     Asked,
     score_schema,
 )
-from pipeline.stages.openai_choices import with_scores
+from pipeline.stages.openai_choices import with_findings
 from pipeline.stages.tokenize import TOKENS, row_sampling, with_columns
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
@@ -88,7 +88,7 @@ class Window:
             own = self.table[SAMPLING].to_pylist()
             for row, completion in enumerate(completions):
                 if completion is not None and asks_for_choice(own[row]):
-                    own[row] = with_scores(own[row], completion)
+                    own[row] = with_findings(own[row], completion)
             columns[SAMPLING] = pa.array(own, pa.string())
         return with_columns(self.table, columns), sum(bool(code) for code in codes)
 

@@ -54,6 +54,12 @@ class Row:
     def is_running(self) -> bool:
         return self.finish_reason is None
 
+    @property
+    def is_valid(self) -> bool | None:
+        """Whether the tokens so far are all that the request's grammar asks for; None without one."""
+        grammar = self.request.grammar
+        return None if grammar is None else grammar.matches(self.tokens)
+
     def take(self, new: Sequence[int], eos: Collection[int], decode: DecodeText | None) -> None:
         """Appends tokens made on the device, up to the one that ends the row."""
         sampling = self.request.sampling
@@ -116,9 +122,7 @@ def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
         if row.layers:
             layers, ran = sum(row.layers), sum(row.ffns)
         logprobs = row.logprobs[: len(row.tokens)]
-        grammar = row.request.grammar
-        is_valid = None if grammar is None else grammar.matches(row.tokens)
-        completions.append(Completion(row.tokens, row.finish_reason, layers, ran, logprobs, is_valid=is_valid))
+        completions.append(Completion(row.tokens, row.finish_reason, layers, ran, logprobs, is_valid=row.is_valid))
     return completions
 
 

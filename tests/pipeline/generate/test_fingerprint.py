@@ -91,6 +91,7 @@ CHANGES = [
     ({"input__format": "jsonl"}, []),
     ({"sampling__n": 2, "sampling__temperature": 0.5}, ["sampling.n", "sampling.temperature"]),
     ({"input__chat": True, "input__system": "S"}, ["input.chat", "input.system"]),
+    ({"input__chat": True, "input__chat_template_kwargs": {"a": 1}}, ["input.chat", "input.chat_template_kwargs"]),
 ]  # fmt: skip
 
 

@@ -3,7 +3,8 @@ tokens as a batch line with that body. A random model, so what it says without a
 
 import json
 import re
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
@@ -14,6 +15,7 @@ from pipeline.openai_format.parameters import ChatLine
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
+from tests.support.batch_lines import answer_lines
 from tests.support.chat_service import USER, client, generator, refused, rendered, url
 
 pytest.importorskip("llguidance")
@@ -60,6 +62,44 @@ def test_streams_batch_lines_and_runs_give_the_same_tokens(client: openai.OpenAI
     (answer,) = generator([Request("a", rendered(generator, USER), sampling)]).answers
     assert isinstance(answer, Completion)
     assert (generator.tokenizer.decode(answer.tokens), answer.finish_reason, answer.is_valid) == (text, "stop", True)
+
+
+BODIES = {
+    "whole": {"response_format": FORMAT, "max_tokens": 80, "seed": 3},
+    "cut off": {"response_format": FORMAT, "max_tokens": 5, "seed": 3},
+    "no structure": {"max_tokens": 5, "seed": 3},
+}
+VALID = {"whole": True, "cut off": False, "no structure": None}
+
+
+def test_answers_streams_and_lines_say_whether_they_have_their_structure(
+    client: openai.OpenAI, generator: Generator, tmp_path: Path
+) -> None:
+    bodies = {id: {"messages": USER, "temperature": 1.0, **body} for id, body in BODIES.items()}
+    lines = answer_lines(generator, tmp_path, bodies)
+    for id, body in bodies.items():
+        extra: dict[str, Any] = {"extra_body": {"row_id": id}}
+        whole = client.chat.completions.create(model="tiny", **body, **extra)  # type: ignore[call-overload]
+        (choice,) = whole.choices
+        assert (choice.model_extra or {}).get("is_valid") is VALID[id]
+        (line,) = lines[id]["choices"]
+        assert line.get("is_valid") is VALID[id]
+        assert ("is_valid" in line) == (id != "no structure")
+        assert (line["message"]["content"], line["finish_reason"]) == (choice.message.content, choice.finish_reason)
+        *before, last = client.chat.completions.create(model="tiny", stream=True, **body, **extra)  # type: ignore[call-overload]
+        assert (last.choices[0].model_extra or {}).get("is_valid") is VALID[id]
+        assert not any("is_valid" in (chunk.choices[0].model_extra or {}) for chunk in before)
+    made = client.completions.create(
+        model="tiny", prompt="ab", max_tokens=2, extra_body={"structured_outputs": {"regex": "[a-f]{9}"}}
+    )
+    assert (made.choices[0].model_extra or {})["is_valid"] is False
+
+
+def test_lines_of_a_run_with_a_structure_say_it_too(generator: Generator, tmp_path: Path) -> None:
+    sampling = {"structured_outputs": {"regex": "[a-f]{9}"}, "max_new_tokens": 20}
+    bodies = {"a": {"messages": USER}, "b": {"messages": USER, "max_tokens": 1}}
+    lines = answer_lines(generator, tmp_path, bodies, sampling=sampling)
+    assert [lines[id]["choices"][0]["is_valid"] for id in "ab"] == [True, False]
 
 
 def test_completions_take_vllms_parameter(client: openai.OpenAI) -> None:
