@@ -55,7 +55,8 @@ def run_batch(own: ClientStorage, record: BatchRecord, log: Log) -> None:
         run(job_config(own, record, record["expires_at"] - time.time()), log)
     except ConfigError as error:
         log(str(error))
-        if not {key.partition(".")[0] for key, _ in error.problems} & NOT_ITS_FAULT:
+        is_unread = error.key == "input.path" and isinstance(error.__cause__, OSError)  # the storage did not answer
+        if not is_unread and not {key.partition(".")[0] for key, _ in error.problems} & NOT_ITS_FAULT:
             found: list[BatchError] = [
                 {"code": "invalid_batch", "message": message, "param": key or None, "line": None}
                 for key, message in error.problems

@@ -52,10 +52,13 @@ def end_batch(
             run.fence(session, lease.check)
         paths = {one: run.run_files(state, [one]) if state else [] for one in STATUSES}
         began = int(state["sessions"][0]["started_at"]) if state else record["created_at"]
-        made = write_batch_files(run, paths, record["model"], began, lease.check, rest=rest)
+        if state is None and status != "expired":  # no result files either: a run could not begin beside them
+            total, completed, failed = sum(1 for _ in line_ids(own, record)), 0, 0
+        else:
+            made = write_batch_files(run, paths, record["model"], began, lease.check, rest=rest)
+            completed, failed = (made[name]["lines"] for name in BATCH_FILES)
         run.release(session)
         lease.check()
-        completed, failed = (made[name]["lines"] for name in BATCH_FILES)
         lines = {"total": total, "completed": completed, "failed": failed}
         own.end(batch_id, {"status": status, "at": int(time.time()), "errors": list(errors), "lines": lines})
 

@@ -11,15 +11,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from pipeline.batches.config import BatchesSection, StorageSection
+from pipeline.batches.config import DAY_S, BatchesSection, StorageSection
 from pipeline.batches.ending import end_batch
 from pipeline.batches.status import BatchView
 from pipeline.batches.storage import RESULTS, BatchRecord, ClientStorage, Storage
-from pipeline.config.job import ConfigError
 from pipeline.formatting import Log
 
 ROOT: Final = str(Path(__file__).resolve().parents[2])
@@ -45,10 +44,14 @@ class _Driver:
 
 @dataclass
 class _Pause:
-    """How long a batch waits after drivers of it have ended without a row."""
+    """How long a batch waits after an attempt at it that came to nothing: a driver that made no row, or its ending."""
 
     seconds: float = 0.5
-    ends_at: float = field(default_factory=time.monotonic)
+    ends_at: float = 0.0
+
+    def grow(self) -> None:
+        self.seconds = min(2 * self.seconds, MAX_PAUSE_S)
+        self.ends_at = time.monotonic() + self.seconds
 
 
 class BatchRunner:
@@ -115,7 +118,7 @@ class BatchRunner:
                         self._ended[batch_id] = view
                     else:
                         views.append(view)
-                if view is not None:
+                if view is not None:  # its rows are counted already, or it has ended
                     counts[view.status] += 1
                     lines.update({name: count for name, count in view.counts().items() if name != "total"})
         self._ended = {name: view for name, view in self._ended.items() if name in there}
@@ -125,10 +128,13 @@ class BatchRunner:
     def _view(self, own: ClientStorage, batch_id: str) -> BatchView | None:
         """None for a batch that is gone, or cannot be read, which must not stop the others."""
         try:
-            record = own.batch(batch_id)
-            return None if record is None else BatchView(own, record)
-        except (ConfigError, OSError, ValueError) as error:
-            self._log(f"{batch_id}: cannot be read: {error}")
+            if (record := own.batch(batch_id)) is None:
+                return None
+            view = BatchView(own, record)
+            view.counts()  # reads its data files
+            return view
+        except Exception as error:
+            self._log(f"{batch_id}: cannot be read: {type(error).__name__}: {error}")
             return None
 
     def _collect(self) -> None:
@@ -146,8 +152,7 @@ class BatchRunner:
                 self._pauses.pop(batch_id, None)
                 continue
             pause = self._pauses.setdefault(batch_id, _Pause())
-            pause.seconds = min(2 * pause.seconds, MAX_PAUSE_S)
-            pause.ends_at = time.monotonic() + pause.seconds
+            pause.grow()
             self._log(
                 f"{batch_id}: its driver ended with {driver.process.returncode} and made no rows; "
                 f"the next one starts in {pause.seconds:g} s"
@@ -160,19 +165,29 @@ class BatchRunner:
         """Ends a batch that was cancelled, or whose window is over, once no driver is at work on it."""
         if not self._is_over(view):
             return
-        if (driver := self._drivers.get(view.record["id"])) is not None:
+        batch_id = view.record["id"]
+        if (driver := self._drivers.get(batch_id)) is not None:
             _tell(driver)
+            return
+        if self._pauses_now(batch_id):
             return
         status: Literal["cancelled", "expired"] = "expired" if view.cancelling_at is None else "cancelled"
         try:
             end_batch(view.own, view.record, status, self._log)
-        except (ConfigError, OSError, RuntimeError) as error:  # another driver is at work, or no space is left
-            self._log(f"{view.record['id']}: not {status} yet: {error}")
+            self._pauses.pop(batch_id, None)
+        except Exception as error:  # no space is left, another driver is at work: the other batches must go on
+            pause = self._pauses.setdefault(batch_id, _Pause())
+            pause.grow()
+            self._log(
+                f"{batch_id}: not {status} yet: {type(error).__name__}: {error}; the next try is in {pause.seconds:g} s"
+            )
+
+    def _pauses_now(self, batch_id: str) -> bool:
+        return (pause := self._pauses.get(batch_id)) is not None and time.monotonic() < pause.ends_at
 
     def _start(self, views: list[BatchView]) -> None:
-        now = time.monotonic()
-        waiting = [view for view in views if view.record["id"] not in self._drivers]
-        waiting = [v for v in waiting if (pause := self._pauses.get(v.record["id"])) is None or pause.ends_at <= now]
+        ids = ((view, view.record["id"]) for view in views)
+        waiting = [view for view, own in ids if own not in self._drivers and not self._pauses_now(own)]
         while waiting and len(self._drivers) < self._config.max_running:
             running = Counter(driver.own.name for driver in self._drivers.values())
             # the oldest of those that come first: `waiting` is sorted by age
@@ -192,7 +207,7 @@ class BatchRunner:
             _tell(oldest)
 
     def _launch(self, view: BatchView) -> None:
-        batch_id, name = view.record["id"], view.own.name
+        batch_id, name, rows = view.record["id"], view.own.name, sum(view.rows().values())
         process = subprocess.Popen(
             [*self._command, self._path, name, batch_id],
             stdin=subprocess.PIPE,
@@ -201,7 +216,6 @@ class BatchRunner:
             start_new_session=True,
         )
         self._last_turn[name] = time.monotonic()
-        rows = sum(view.rows().values())
         self._drivers[batch_id] = _Driver(view.own, view.record, process, time.monotonic(), rows)
 
     def _sweep(self) -> None:
@@ -211,6 +225,7 @@ class BatchRunner:
             for file in own.files():
                 if now >= file["expires_at"]:
                     own.delete_file(file["id"])
+            own.sweep(now - DAY_S)
         for view in list(self._ended.values()):
             batch_id, expires_at = view.record["id"], view.results_expire_at()
             if now >= (view.ended_at() or now) + self._limits.expires_after_s:

@@ -203,9 +203,9 @@ def count_rows(folder: RunFolder, state: RunState | None) -> dict[str, int]:
     counts = dict.fromkeys(STATUSES, 0)
     for path in folder.run_files(state):
         key = (folder.shown, path)
-        if key not in _rows:
+        if (rows := _rows.get(key)) is None:  # one look, since other threads may empty it
             if len(_rows) > MAX_KEPT:
                 _rows.clear()
-            _rows[key] = int(read_footer(folder.filesystem, path)[0])
-        counts["ok" if "/status=ok/" in path else "failed"] += _rows[key]
+            rows = _rows[key] = int(read_footer(folder.filesystem, path)[0])
+        counts["ok" if "/status=ok/" in path else "failed"] += rows
     return counts

@@ -13,12 +13,14 @@ What a batch has done is read from its run folder (`status`) and stored nowhere 
 is named by the key's digest. Names come from ids of a fixed form, so no request reaches a path outside.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, Final, Literal, NotRequired, TypedDict
 
@@ -26,7 +28,8 @@ import pyarrow.fs as pafs
 
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json
-from pipeline.store.atomic_files import check_writable, sync
+from pipeline.store.atomic_files import check_writable, make_folder, sync
+from pipeline.store.lease import exclusively
 from pipeline.store.run_folder import BATCH_FILES, RunFolder
 
 HEX: Final = "[0-9a-f]{24}"
@@ -35,10 +38,16 @@ BATCH_ID: Final = re.compile(f"batch_{HEX}")
 RESULT_ID: Final = re.compile(f"file-({HEX})-(output|errors)")
 """A file that a batch makes; its id is the batch's."""
 RESULTS: Final = dict(zip(("output", "errors"), BATCH_FILES, strict=True))
+NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""Of a file system without links, or with as many of a file as it can have."""
 CLIENT: Final = re.compile("[0-9a-f]{32}|local")
 LOCAL: Final = "local"
 """The client of a server without keys: all programs on its machine."""
+LEFT_FILE: Final = re.compile(rf"(file-{HEX})\.jsonl?(\.[0-9a-f]{{8}}\.tmp)?")
+LEFT_BATCH: Final = re.compile(rf"(batch_{HEX})((\.(cancel|ended))?\.json|\.jsonl)?(\.[0-9a-f]{{8}}\.tmp)?")
+"""What may lie beside the records, with the id that it belongs to."""
 COPIED_BYTES: Final = 1 << 20
+CHANGE_S: Final = 60.0
 
 
 class FileRecord(TypedDict):
@@ -154,6 +163,17 @@ class ClientStorage:
     name: str
     _folder: RunFolder
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Only one process of this machine at a time adds something here, so that an id is given once and the limits of
+        a client hold. On a store, which has no locks, this is up to whoever asks."""
+        if not self._folder.is_local:
+            yield
+            return
+        make_folder(self._folder.root)
+        with exclusively(self._folder.root, CHANGE_S):
+            yield
+
     # Files
 
     def file(self, file_id: str) -> FileRecord | None:
@@ -164,9 +184,15 @@ class ClientStorage:
         return _newest(self.file(name) for name in self._names("files") if FILE_ID.fullmatch(name))
 
     def add_file(self, record: FileRecord, content: IO[bytes]) -> None:
-        with self._folder.replacing(f"files/{record['id']}.jsonl") as target:
+        """Stores both or nothing."""
+        name = f"files/{record['id']}"
+        with self._folder.replacing(f"{name}.jsonl") as target:
             _copy(content, target)
-        self._write(f"files/{record['id']}.json", record)
+        try:
+            self._write(f"{name}.json", record)
+        except BaseException:  # a disk that is full: without a record nobody could delete the content
+            self._remove_left(f"{name}.jsonl")
+            raise
 
     def delete_file(self, file_id: str) -> None:
         assert FILE_ID.fullmatch(file_id)
@@ -190,27 +216,42 @@ class ClientStorage:
         return [name for name in self._names("batches") if BATCH_ID.fullmatch(name)]
 
     def add_batch(self, record: BatchRecord) -> None:
-        """FileNotFoundError if the input file is gone."""
-        folder, source = self._folder, f"files/{record['input_file_id']}.jsonl"
+        """FileNotFoundError if the input file is gone.
+
+        What a request or a deletion that was cut off has left under this id goes: it may be of another input.
+        """
+        self.delete_batch(record["id"])
         target = f"batches/{record['id']}.jsonl"
-        if folder.is_local:
-            os.makedirs(folder.path("batches"), exist_ok=True)
-            try:
-                os.link(folder.path(source), folder.path(target))
-            except FileExistsError:  # a request that was cut off here
-                pass
-            except PermissionError:  # a file system without links
-                self._copy_input(source, target)
-            else:
-                sync(folder.path("batches"))
-        else:
+        try:
+            self._add_input(f"files/{record['input_file_id']}.jsonl", target)
+            self._write(f"batches/{record['id']}.json", record)
+        except BaseException:
+            self._remove_left(target)
+            raise
+
+    def _add_input(self, source: str, target: str) -> None:
+        folder = self._folder
+        if not folder.is_local:
             self._copy_input(source, target)
-        self._write(f"batches/{record['id']}.json", record)
+            return
+        os.makedirs(folder.path("batches"), exist_ok=True)
+        try:
+            os.link(folder.path(source), folder.path(target))
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            self._copy_input(source, target)
+        else:
+            sync(folder.path("batches"))
 
     def _copy_input(self, source: str, target: str) -> None:
         folder = self._folder
         with folder.filesystem.open_input_stream(folder.path(source)) as content, folder.replacing(target) as copy:
             _copy(content, copy)
+
+    def _remove_left(self, name: str) -> None:
+        with suppress(OSError):  # what stays is swept away later
+            self._folder.remove(name)
 
     def delete_batch(self, batch_id: str) -> None:
         """The batch and everything that it made."""
@@ -266,6 +307,19 @@ class ClientStorage:
         run = self.run(batch_id)
         run.remove(RESULTS[kind])
         run.remove(f"data/status={'ok' if kind == 'output' else 'failed'}")
+
+    def sweep(self, before: float) -> None:
+        """Deletes what processes that were killed have left since earlier than `before` (seconds since 1970): content
+        and results without a record, and temporary files."""
+        for part, pattern, ids in (("files", LEFT_FILE, FILE_ID), ("batches", LEFT_BATCH, BATCH_ID)):
+            selector = pafs.FileSelector(self._folder.path(part), allow_not_found=True)
+            infos = self._folder.filesystem.get_file_info(selector)
+            there = {name for name in self._names(part) if ids.fullmatch(name)}  # later: a record is written last
+            for info in infos:
+                found = pattern.fullmatch(info.base_name)
+                is_old = info.mtime is None or info.mtime.timestamp() < before
+                if found and is_old and (found[1] not in there or info.base_name.endswith(".tmp")):
+                    self._folder.remove(f"{part}/{info.base_name}")
 
     def stored_bytes(self) -> int:
         """Of everything; the input of a batch counts again beside its file."""

@@ -7,7 +7,7 @@ import asyncio
 import errno
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from tempfile import SpooledTemporaryFile
 from typing import Any, Final, ParamSpec, TypeVar
@@ -68,6 +68,8 @@ class BatchRoutes:
         self._batches: BatchesSection = config.batches
         self._storage = None if config.storage.path is None else Storage(config.storage.path)
         self._uploads: Counter[str] = Counter()
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By client: one request at a time adds something, so that an id is given once and the limits hold."""
 
     def add_to(self, app: FastAPI) -> None:
         app.post("/v1/files")(self.upload)
@@ -94,7 +96,9 @@ class BatchRoutes:
                     content_type = request.headers.get("content-type", "")
                     limits = self._limits.max_file_bytes, self._limits.max_lines
                     form = await read_form(request.stream(), content_type, target, *limits)
-                return reply(file_object(await _in_thread(self._add_file, own, client, request, form, target)))
+                async with self._turns[client]:
+                    record = await _in_thread(self._add_file, own, client, request, form, target)
+                return reply(file_object(record))
         except TimeoutError:
             raise ApiError.timed_out(UPLOAD_TIMEOUT_S) from None
         finally:
@@ -130,10 +134,16 @@ class BatchRoutes:
         }
         if key:
             record["request"] = request_digest(*made_of)
-            if (before := own.file(record["id"])) is not None and not _is_over(before, now):
-                _check_same(before, record)
-                return before
-        if (stored := own.stored_bytes()) + form.num_bytes > self._limits.max_stored_bytes:
+        with own.changing():
+            return self._stored(own, record, target)
+
+    def _stored(self, own: ClientStorage, record: FileRecord, target: SpooledTemporaryFile[bytes]) -> FileRecord:
+        """Stores the file, or gives the one that is there since an earlier request with its `Idempotency-Key`."""
+        before = own.file(record["id"]) if "request" in record else None
+        if before is not None and not _is_over(before, record["created_at"]):
+            _check_same(before, record)
+            return before
+        if (stored := own.stored_bytes()) + record["bytes"] > self._limits.max_stored_bytes:
             limit = self._limits.max_stored_bytes
             message = f"{stored} bytes are stored, and {limit} may be (storage.max_stored_bytes); delete files"
             raise ApiError(400, message, param="file", code="storage_limit_exceeded")
@@ -206,7 +216,8 @@ class BatchRoutes:
         except TimeoutError:
             raise ApiError.timed_out(limit_s) from None
         values = parse_body(bytes(body))
-        return reply(await _in_thread(self._create, own, client, values, _idempotency_key(request)))
+        async with self._turns[client]:
+            return reply(await _in_thread(self._create, own, client, values, _idempotency_key(request)))
 
     def _create(self, own: ClientStorage, client: str, values: Mapping[str, Json], key: str | None) -> dict[str, Json]:
         asked, now = BatchRequest.parse(values), int(time.time())
@@ -226,12 +237,17 @@ class BatchRoutes:
         }
         if key:
             record["request"] = request_digest(dict(values))
-            if (before := own.batch(record["id"])) is not None:
-                _check_same(before, record)
-                return BatchView(own, before).batch_object()
-        file = own.file(asked.input_file_id)
-        if file is None or _is_over(file, now):
-            message = f"the file {cut(repr(asked.input_file_id))} does not exist"
+        with own.changing():
+            return self._created(own, record)
+
+    def _created(self, own: ClientStorage, record: BatchRecord) -> dict[str, Json]:
+        """Creates the batch, or gives the one that is there since an earlier request with its `Idempotency-Key`."""
+        if "request" in record and (before := own.batch(record["id"])) is not None:
+            _check_same(before, record)
+            return BatchView(own, before).batch_object()
+        file = own.file(record["input_file_id"])
+        if file is None or _is_over(file, record["created_at"]):
+            message = f"the file {cut(repr(record['input_file_id']))} does not exist"
             raise ApiError(400, message, param="input_file_id", code="file_not_found")
         if (count := sum(not BatchView(own, other).has_ended for other in own.batches())) >= self._batches.max_waiting:
             message = f"{count} batches of yours have not ended (batches.max_waiting)"
@@ -239,7 +255,7 @@ class BatchRoutes:
         try:
             own.add_batch(record)
         except FileNotFoundError:  # deleted at this moment
-            message = f"the file {asked.input_file_id} does not exist"
+            message = f"the file {record['input_file_id']} does not exist"
             raise ApiError(400, message, param="input_file_id", code="file_not_found") from None
         return BatchView(own, record).batch_object()
 

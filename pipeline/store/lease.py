@@ -31,7 +31,7 @@ BEAT_S = LEASE_S / 6
 TAKEOVER_WAIT_S = 2.0  # on an object store: sessions that start together have all written their lease by then
 RETRY_WAITS_S = 0.1, 0.2, 0.4, 0.8  # between attempts to read a lease that seems to be missing
 BEAT_DIGITS = 12
-LOCK_S, LOCK_TRIES = 0.25, 25
+LOCK_S, LOCK_POLL_S = 0.25, 0.01
 
 
 class Lease:
@@ -127,9 +127,9 @@ class Lease:
         own = f"{target}.{self._session}.tmp"
         os.makedirs(self._folder.root, exist_ok=True)
         file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._write(file)
-        fault_point("lease made")
         try:
+            self._write(file)
+            fault_point("lease made")
             with exclusively(self._folder.root):  # otherwise a slower session would briefly remove the winner's lease
                 if expected_text is not None and not self._remove_if(lambda text: text == expected_text):
                     raise FileExistsError(target)
@@ -137,6 +137,9 @@ class Lease:
         except (FileExistsError, FileNotFoundError):  # the second: the holder has cleared the folder
             os.close(file)
             return False
+        except BaseException:  # a disk that is full
+            os.close(file)
+            raise
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(own)
@@ -300,20 +303,22 @@ def may_live(lease: LeaseState) -> bool:
 
 
 @contextmanager
-def exclusively(root: str) -> Iterator[None]:
-    """A lock on the folder `root` among sessions of this machine, if the file system supports it. Gives up waiting
-    after LOCK_S.
+def exclusively(root: str, wait_s: float = LOCK_S) -> Iterator[None]:
+    """A lock on the folder `root` among processes and threads of this machine, if the file system supports it. Gives up
+    waiting after `wait_s`.
 
-    Correctness does not depend on it; it keeps a holder from being considered lost when several sessions start at once.
+    Correctness of a lease does not depend on it; it keeps a holder from being considered lost when several sessions
+    start at once.
     """
     folder = os.open(root, os.O_RDONLY)
+    ends_at = time.monotonic() + wait_s
     try:
-        for _ in range(LOCK_TRIES):
+        while time.monotonic() < ends_at:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(LOCK_S / LOCK_TRIES)
+                time.sleep(LOCK_POLL_S)
             except OSError:  # some network file systems
                 break
         yield

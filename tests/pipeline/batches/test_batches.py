@@ -3,8 +3,11 @@
 What a batch is at each moment is given by the files that a run leaves behind.
 """
 
+import errno
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.batches.driver import run_batch
 from pipeline.batches.ending import end_batch
 from pipeline.batches.job import job_config
 from pipeline.batches.status import BatchView, status_of
 from pipeline.batches.storage import BatchRecord, ClientStorage
+from pipeline.config.job import ConfigError
 from tests.support.batch_helpers import (
     KEY,
     OTHER_KEY,
@@ -168,6 +173,66 @@ def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
         client.batches.create(**asked | {"completion_window": "1h"}, extra_headers=once)
     assert code_of(caught.value) == (409, "idempotency_key_reused", "Idempotency-Key")
     assert list(client.batches.list()) == [made]
+
+
+def test_an_idempotency_key_whose_request_was_cut_off_takes_the_input_of_the_next_one(
+    client: openai.OpenAI, own: ClientStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full behind the input's link, or what was to be deleted is there still."""
+    old, new = (client.files.create(file=("in.jsonl", jsonl([line(one)])), purpose="batch") for one in ("old", "new"))
+    asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h", "extra_headers": {"Idempotency-Key": "x"}}
+
+    def cut_off(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClientStorage, "_write", cut_off)
+        patch.setattr(ClientStorage, "_remove_left", lambda *_: None)  # a kill removes nothing
+        with pytest.raises(openai.InternalServerError):
+            client.batches.create(input_file_id=old.id, **asked)
+    made = client.batches.create(input_file_id=new.id, **asked)
+    assert Path(own.input_path(made.id)).read_bytes() == jsonl([line("new")])
+    end_batch(own, record_of(own, made.id), "cancelled", print)
+    Path(own.input_path(made.id)).with_suffix(".json").unlink()
+    assert client.batches.create(input_file_id=new.id, **asked).status == "validating"
+
+
+def test_of_two_requests_at_once_with_one_idempotency_key_one_is_taken(
+    client: openai.OpenAI, own: ClientStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [client.files.create(file=("in.jsonl", jsonl([line(f"r{n}")])), purpose="batch") for n in range(4)]
+    add_batch = ClientStorage.add_batch
+    monkeypatch.setattr(ClientStorage, "add_batch", lambda *given: (time.sleep(0.1), add_batch(*given)))
+    made = list[Any]()
+
+    def send(file: Any) -> None:
+        asked: Any = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        with suppress(openai.ConflictError):
+            made.append(client.batches.create(**asked, extra_headers={"Idempotency-Key": "once"}))
+
+    threads = [threading.Thread(target=send, args=(file,)) for file in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (one,) = made
+    assert client.batches.retrieve(one.id) == one
+    assert Path(own.input_path(one.id)).read_bytes() == client.files.content(one.input_file_id).content
+
+
+@pytest.mark.parametrize(("cause", "status"), [(OSError("timed out"), "validating"), (None, "failed")])
+def test_a_storage_that_does_not_answer_is_not_the_fault_of_the_batch(
+    client: openai.OpenAI, own: ClientStorage, monkeypatch: pytest.MonkeyPatch, cause: OSError | None, status: str
+) -> None:
+    made = create(client)
+
+    def refused(*_: Any) -> None:
+        raise ConfigError("input.path", "cannot be read") from cause
+
+    monkeypatch.setattr("pipeline.batches.driver.run", refused)
+    run_batch(own, record_of(own, made.id), print)
+    assert client.batches.retrieve(made.id).status == status
+    assert not Path(own.run_path(made.id), "batch_output.jsonl").exists()
 
 
 def test_a_client_has_so_many_batches_at_a_time(client: openai.OpenAI, url: str, own: ClientStorage) -> None:

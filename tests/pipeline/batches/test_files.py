@@ -183,6 +183,18 @@ def test_a_full_disk_stores_nothing(url: str, tmp_path: Path, monkeypatch: pytes
     assert storage_of(tmp_path / "storage").files() == []
 
 
+def test_content_whose_record_cannot_be_written_does_not_stay(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ClientStorage, "_write", full)
+    with pytest.raises(openai.InternalServerError):
+        upload(client_of(url))
+    assert [path for path in (tmp_path / "storage").rglob("*") if path.is_file()] == []
+
+
 def test_without_a_storage_there_are_no_files(tmp_path: Path) -> None:
     with batch_endpoint(tmp_path, storage={"path": None}) as running:
         with pytest.raises(openai.NotFoundError) as caught:

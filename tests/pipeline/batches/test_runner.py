@@ -1,6 +1,7 @@
 """The queue of batches with processes that only pretend to decode: which is next, and what ends one. No Ray."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -169,6 +170,35 @@ def test_what_cannot_be_read_does_not_stop_the_others(queue: Queue) -> None:
     assert "cannot be read" in queue.said[0]
 
 
+def test_a_batch_that_cannot_be_ended_does_not_stop_the_others(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be it that its rows cannot be read; it is tried again, and again, but not all the time."""
+    tried = list[str]()
+
+    def fails(own: ClientStorage, record: BatchRecord, *_: Any) -> None:
+        tried.append(record["id"])
+        raise AssertionError("rows that do not belong together")
+
+    monkeypatch.setattr("pipeline.batches.runner.end_batch", fails)
+    for name in ("torn", "cannot_end"):
+        queue.add(name, "a", age_s=2)
+        own, batch_id = queue.names[name]
+        own.cancel(batch_id, int(time.time()))
+    own, batch_id = queue.names["torn"]
+    data = Path(own.run_path(batch_id), "data", "status=ok")
+    data.mkdir(parents=True)
+    data.joinpath(f"part-{'0' * 12}-0a0b0c-0-0-88888888.parquet").write_bytes(b"no parquet")
+    state: Any = {
+        "version": "1", "state": "running", "fingerprint": {}, "former": [], "input": {"documents": 1},
+        "books": {"input": 1}, "sessions": [{"id": "0" * 12, "started_at": time.time(), "ended_at": None}],
+    }  # fmt: skip
+    own.run(batch_id).write_state(state)
+    queue.add("good", "a", age_s=1)
+    queue.until(lambda: queue.status("good") == "completed")
+    assert tried == [queue.names["cannot_end"][1]]
+    assert any("cannot be read" in said for said in queue.said)
+    assert "the next try is in 1 s" in "".join(queue.said)
+
+
 def test_stopping_ends_the_drivers_and_the_next_runner_goes_on(queue: Queue) -> None:
     queue.add("a", "a", plan="wait finish")
     queue.until(lambda: queue.order() == ["a"])
@@ -190,3 +220,27 @@ def test_what_is_old_is_deleted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -
     left = [path.name for path in (queue.folder / "storage").rglob("*") if path.is_file()]
     assert left == [f"{batch_id}.plan"]
     assert json.dumps(queue.said) == "[]"
+
+
+def test_what_killed_processes_have_left_is_swept_away(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is a day old; what belongs to a record stays."""
+    queue.add("a", "a")
+    queue.until(lambda: queue.status("a") == "completed")
+    own, batch_id = queue.names["a"]
+    root = queue.folder / "storage" / own.name
+    before = set(root.rglob("*"))
+    gone, file_id = "0" * 24, own.files()[0]["id"]
+    left = [f"files/file-{gone}.jsonl", f"files/{file_id}.jsonl.01234567.tmp", f"batches/batch_{gone}.jsonl"]
+    left += [f"batches/batch_{gone}.ended.json", f"batches/{batch_id}.cancel.json.01234567.tmp"]
+    left += [f"batches/batch_{gone}/run.json"]
+    for name in left:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("{}")
+    monkeypatch.setattr("pipeline.batches.runner.SWEEP_S", 0.0)
+    queue.runner.step()
+    assert len(set(root.rglob("*")) - before) == len(left) + 1
+    long_ago = time.time() - 2 * 24 * 3600
+    for path in sorted(root.rglob("*"), reverse=True):
+        os.utime(path, (long_ago, long_ago))
+    queue.runner.step()
+    assert set(root.rglob("*")) == before

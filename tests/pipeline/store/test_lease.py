@@ -1,5 +1,6 @@
 """One session at a time in a run folder; one that was killed does not bar the next. Real processes."""
 
+import errno
 import json
 import os
 import signal
@@ -294,3 +295,18 @@ def test_a_beat_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with Lease(RunFolder.open(str(tmp_path)), "s1", print) as lease:
         lease._beat()
         assert flushed == [(tmp_path / "lease.json").stat().st_ino] * 2
+
+
+def test_a_lease_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk a queue of batches asks again and again."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Lease, "_write", full)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            Lease(RunFolder.open(str(tmp_path)), "second", print).__enter__()
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
