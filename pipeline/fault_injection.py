@@ -1,8 +1,9 @@
-"""Faults on purpose, for tests of real crashes: signals that a process sends itself at a named point.
+"""Faults on purpose, for tests of real crashes: signals that a process sends itself at a named point, or errors there.
 
 SKIPDECODE_FAULTS names a JSON file: {"decode r17": {"signal": "SIGSEGV", "times": 3}}. The process that passes that
 point sends itself that signal, at most so many times over all processes (default 1); "after": n lets a process pass
-n times before. Each hit leaves a file `<plan>.<point>.<n>.hit` with the pid, so a test can see that its fault happened.
+n times before. With "error": "its text" in place of the signal it raises a RuntimeError. Each hit leaves a file
+`<plan>.<point>.<n>.hit` with the pid, so a test can see that its fault happened.
 Without the variable, nothing.
 """
 
@@ -19,9 +20,10 @@ _passed: Counter[str] = Counter()
 
 
 class Fault(TypedDict, total=False):
-    """`signal` must be there; `times` is 1, `after` 0 where they are not."""
+    """`signal` or `error` must be there; `times` is 1, `after` 0 where they are not."""
 
     signal: str
+    error: str
     times: int
     after: int
 
@@ -40,6 +42,8 @@ def fault_point(name: str) -> None:
         return
     _passed[name] += 1
     if _passed[name] > fault.get("after", 0) and _take(name, fault.get("times", 1)):
+        if "error" in fault:
+            raise RuntimeError(fault["error"])
         os.kill(os.getpid(), signal.Signals[fault["signal"]])
 
 

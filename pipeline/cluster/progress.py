@@ -40,8 +40,9 @@ def details(counts: Counts, total: int, elapsed_s: float) -> str:
     rate = counts["output_tokens"] / working_s if working_s > 0 else 0.0
     eta = duration(working_s * (total - rows) / rows) if rows and working_s > 0 else "?"
     actors = count(counts["workers"], "actor")
-    if counts["restarts"]:
-        actors += f" ({count(counts['restarts'], 'restart')})"
+    notes = [count(counts["restarts"], "restart")] if counts["restarts"] else []
+    notes += [f"{counts['sitting_out']} out of work"] if counts["sitting_out"] else []
+    actors += f" ({', '.join(notes)})" if notes else ""
     return f"{rate:.0f} output tokens/s   {counts['failed']} failed   {actors}   {duration(elapsed_s)}   ETA {eta}"
 
 

@@ -86,6 +86,8 @@ class Counts(TypedDict):
     output_tokens: int
     workers: int
     restarts: int
+    sitting_out: int
+    """Workers that cannot work, and whose windows others decode."""
     working_s: float
     """Since the first worker was ready."""
 

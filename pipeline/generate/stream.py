@@ -68,6 +68,7 @@ def stream_rows(
         with window, live_progress(helpers.collector, work.num_left, log, on_counts):
             execute(build_pipeline(spec, sink, helpers))
             _await_records(helpers.collector, work.num_left)
+        _name_sick_workers(helpers.attempts, log)
     except BaseException as error:
         lease.check()  # if another process has taken the folder over, run.json is not ours to write
         state["state"] = "expired" if window.is_over else "interrupted"
@@ -88,6 +89,13 @@ def stream_rows(
     if estimate is not None and estimate.found is not None and len(state["sessions"]) == 1:
         state["estimate"] = estimate.found
     _end_session(folder, state, helpers.collector, FLUSH_TIMEOUT_S, expected, lease, log)
+
+
+def _name_sick_workers(attempts: ActorHandle, log: Log) -> None:
+    """Says which workers sat out, and why."""
+    with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # the rows are there all the same
+        for line in ray.get(attempts.sitting_out.remote(), timeout=RECORDS_TIMEOUT_S):
+            log(f"workers: {line}; others decoded its rows")
 
 
 def _await_records(collector: ActorHandle, num_rows: int) -> None:
@@ -157,12 +165,20 @@ def _start_helpers(
 ) -> HelperActors:
     folder, actors = planned.folder, planned.config.actors
     save = partial(write_quarantine, folder, session)
+    shares = actors.share_leftovers and planned.pool.max_size > 1
     return HelperActors(
         start_collector(folder.filesystem, folder.root, session, work.num_left),
         start_attempt_tracker(
-            planned.config.limits.max_row_attempts, spec.window_rows, max_failures, failed, quarantine, save
+            planned.config.limits.max_row_attempts,
+            spec.window_rows,
+            max_failures,
+            failed,
+            quarantine,
+            save,
+            num_workers=planned.pool.min_size,
+            may_sit_out=shares,
         ),
-        start_steal_queue() if actors.share_leftovers and planned.pool.max_size > 1 else None,
+        start_steal_queue() if shares else None,
     )
 
 

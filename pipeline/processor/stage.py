@@ -31,7 +31,7 @@ class SilentMethod:
 class SilentCollector:
     """Stands in for `report.collector.MetricsCollector`, since there is no report."""
 
-    worker_started = window_done = counts = flush = SilentMethod()
+    worker_started = worker_sits_out = window_done = counts = flush = SilentMethod()
 
 
 def with_key(request: Request) -> Request:

@@ -34,8 +34,10 @@ class MetricsCollector:
         self._pending: dict[Kind, list[tuple[str, Record]]] = {kind: [] for kind in SCHEMAS}  # with their workers
         self._num_files = 0
         self._flushed_at = time.monotonic()
-        self._counts = Counts(rows=0, failed=0, input_tokens=0, output_tokens=0, workers=0, restarts=0, working_s=0.0)
-        self._workers: set[str] = set()
+        self._counts = Counts(
+            rows=0, failed=0, input_tokens=0, output_tokens=0, workers=0, restarts=0, sitting_out=0, working_s=0.0
+        )
+        self._workers, self._sitting_out = set[str](), set[str]()
         self._batches = self._pairs = 0
         self._own_s = self._full_s = 0.0
         self._ready_at: float | None = None
@@ -49,6 +51,11 @@ class MetricsCollector:
         self._workers.add(worker)
         self._counts["workers"] = len(self._workers)
         self._live.worker_started(worker, record["load_s"])
+
+    def worker_sits_out(self, worker: str) -> None:
+        """A worker cannot work, and will not in this session."""
+        self._sitting_out.add(worker)
+        self._counts["sitting_out"] = len(self._sitting_out)
 
     def window_done(self, worker: str, window: WindowRecord, batches: Sequence[BatchRecord]) -> None:
         self._pending["windows"].append((worker, window))

@@ -13,6 +13,10 @@ of one prompt for instance. If another of them kills its worker alone, all of th
 prompt costs two deaths more than a poison row, however many rows have it. If one of them is decoded, the prompt is not
 what kills, and each row is tried for itself. What is found is saved at once, for the next session of the run.
 
+A worker that cannot work ends the run only if no other one can. One that fails to load is started again, and sits out
+after MAX_START_FAILURES; so does one that dies again and again without decoding anything. Ray still gives it windows,
+whose rows others decode (`delegating_decoder`).
+
 Not every death is the row's fault. Deaths together with their node do not count, and neither do deaths while
 repeating a row that already succeeded. Such a row is the control: it is decoded first whenever a suspect is tried
 alone, so that a worker that crashes on any input is recognised first. Where no such row is known, the control is a
@@ -25,7 +29,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import ray
 from ray.actor import ActorHandle
@@ -36,7 +40,8 @@ from pipeline.store.quarantine import Finding, Quarantine
 if TYPE_CHECKING:  # the tracker's process needs no torch
     from actors.generator import Answer
 
-MAX_START_DEATHS = 3  # a worker process that dies this often before it is ready will not get ready
+MAX_START_FAILURES = 3  # a worker that dies or fails this often before it is ready will not get ready
+RETRY_AFTER_S = (2.0, 30.0)  # between a failed load and the next: memory that a dying process holds comes back
 MIN_CONSECUTIVE_DEATHS = 20  # consecutive deaths before the worker is blamed, or more where windows are large
 
 CONTROL: tuple[str, ...] = ()
@@ -71,6 +76,10 @@ class WindowPlan:
     """True if no row is a suspect."""
 
 
+StartOrder = Literal["load", "wait", "sit out", "stop"]
+"""What a worker that starts is to do. `load`: in a new process, if it has failed in this one. `wait`: ask again."""
+
+
 class RunVerdict(TypedDict):
     """Why the tracker has ended the run."""
 
@@ -94,14 +103,16 @@ class Worker:
     """The state of one worker, over its restarts."""
 
     process: WorkerProcess
-    state: str  # loading | waiting | decoding
+    state: str  # loading | failed | waiting | decoding | sitting out
     since: float
     part: tuple[str, ...] = ()
     """Ids of the rows that are being decoded."""
     exit_reason: str = ""
     starts: int = 1
     consecutive_deaths: int = 0
-    start_deaths: int = 0
+    start_failures: int = 0
+    problem: str = ""
+    """Why it could not be loaded, or sits out."""
 
 
 class StopRun(RuntimeError):
@@ -118,14 +129,18 @@ class AttemptTracker:
         node_is_gone: Callable[[str], bool] = lambda node_id: False,
         earlier: Quarantine | None = None,
         save: Callable[[Quarantine], None] = lambda quarantine: None,
+        num_workers: int = 1,
+        may_sit_out: bool = False,
     ) -> None:
         """`failed`: rows that failed in earlier sessions; `max_failures`: rows that may fail in all. `earlier`: what
-        earlier sessions found; `save` gets what this one has found, whenever that changes."""
+        earlier sessions found; `save` gets what this one has found, whenever that changes. `num_workers`: those that
+        the run starts with. `may_sit_out`: whether others can decode the windows of a worker that cannot work."""
         self._max_row_attempts = max_row_attempts
         isolation = math.ceil(math.log2(max(window_rows, 1))) + max_row_attempts
         self._max_consecutive_deaths = max(MIN_CONSECUTIVE_DEATHS, 2 * isolation)
         self._max_failures = max_failures
         self._node_is_gone = node_is_gone
+        self._num_workers, self._may_sit_out, self._has_worked = num_workers, may_sit_out, False
         self._workers: dict[str, Worker] = {}
         self._suspect_parts: dict[str, tuple[str, ...]] = {}  # suspect -> the rows it is decoded with
         self._deaths: dict[str, list[Death]] = {}  # suspect -> deaths while it was decoded alone
@@ -146,15 +161,30 @@ class AttemptTracker:
             self._workers[name] = Worker(process, "loading", time.time())
             return self._stop_reason()
         self._died(name, worker)
-        worker.process, worker.state, worker.since = process, "loading", time.time()
+        worker.process, worker.since = process, time.time()
+        worker.state = worker.state if worker.state == "sitting out" else "loading"
         worker.part, worker.exit_reason = (), ""
         worker.starts += 1
         return self._stop_reason()
 
+    def start_order(self, name: str) -> StartOrder:
+        """What the worker is to do that has just started, or has failed to load."""
+        worker = self._workers[name]
+        if self._verdict is not None:
+            return "stop"
+        if worker.state == "sitting out":
+            return "sit out"
+        if worker.state == "failed":
+            is_soon = time.time() < worker.since + RETRY_AFTER_S[min(worker.start_failures, len(RETRY_AFTER_S)) - 1]
+            # as long as nobody has loaded the model, perhaps nobody can
+            return "wait" if is_soon or not self._has_worked else "load"
+        return "load"
+
     def worker_ready(self, name: str) -> None:
         """The worker has loaded its model."""
         self.worker_idle(name)
-        self._workers[name].start_deaths = 0
+        self._workers[name].start_failures = 0
+        self._has_worked = True
 
     def plan_window(self, name: str, ids: Sequence[str], prompts: Sequence[str] = ()) -> WindowPlan | str:
         """How the worker is to decode these rows; or, as a text, why the run is to stop.
@@ -180,6 +210,8 @@ class AttemptTracker:
     def part_started(self, name: str, part: tuple[str, ...]) -> None:
         """The worker is about to decode these rows."""
         worker = self._workers[name]
+        if worker.state == "sitting out":  # others are
+            return
         worker.state, worker.since, worker.part = "decoding", time.time(), part
 
     def part_decoded(self, name: str, answers: "dict[str, Answer] | None") -> None:
@@ -198,7 +230,8 @@ class AttemptTracker:
     def worker_idle(self, name: str) -> None:
         """The worker waits for rows."""
         worker = self._workers[name]
-        worker.state, worker.since = "waiting", time.time()
+        if worker.state != "sitting out":
+            worker.state, worker.since = "waiting", time.time()
 
     def window_finished(self, name: str, window: str, ids: Sequence[str], failed: int) -> None:
         """The worker has finished the window of that name; `failed` of its rows failed, in this stage or before."""
@@ -217,8 +250,15 @@ class AttemptTracker:
         self._workers[name].exit_reason = reason
 
     def worker_cannot_load(self, name: str, reason: str) -> None:
-        """The model cannot be loaded, and another try would not help: the run ends."""
-        self._verdict = self._verdict or {"kind": "workers", "reason": f"worker {name} cannot start: {reason}"}
+        """Loading the model has failed; `start_order` says what follows. Where no worker has ever loaded it and none
+        still tries, the run ends at once: another try would not help."""
+        worker = self._workers[name]
+        worker.state, worker.since, worker.problem = "failed", time.time(), reason
+        worker.start_failures += 1
+        if self._has_worked or self._others_can_work(name):
+            self._give_up_if(worker.start_failures >= MAX_START_FAILURES, name, f"cannot start: {reason}")
+        else:
+            self._end(f"worker {name} cannot start: {reason}")
 
     def verdict(self) -> RunVerdict | None:
         """Why the tracker has ended the run, or None."""
@@ -229,6 +269,7 @@ class AttemptTracker:
         lines = []
         for name, worker in sorted(self._workers.items()):
             doing = worker.state + (f" {len(worker.part)} rows (first id {worker.part[0]!r})" if worker.part else "")
+            doing += f" ({worker.problem})" if worker.state in ("failed", "sitting out") else ""
             seconds = time.time() - worker.since
             lines.append(
                 f"{name}: {worker.process.host}, node {worker.process.node_id[:8]}, pid {worker.process.pid}, "
@@ -236,18 +277,29 @@ class AttemptTracker:
             )
         return lines
 
+    def sitting_out(self) -> list[str]:
+        """A line for each worker that cannot work: where it was, and why."""
+        found = [(name, worker) for name, worker in sorted(self._workers.items()) if worker.state == "sitting out"]
+        return [f"{name} on {worker.process.host} {worker.problem}" for name, worker in found]
+
     def _died(self, name: str, worker: Worker) -> None:
         """Records that a worker's process is gone, and which rows become suspects for that."""
+        if worker.state in ("failed", "sitting out"):
+            return
         if self._node_is_gone(worker.process.node_id):
             return
         worker.consecutive_deaths += 1
+        fault = (
+            f", the last time on {Death(worker.process, worker.exit_reason)}: the worker or its node is at fault, "
+            f"not a row; Ray's logs on that node have more (worker-*-{worker.process.pid}.err)"
+        )
         if worker.state == "loading":
-            worker.start_deaths += 1
-            if worker.start_deaths >= MAX_START_DEATHS:
-                self._end(name, f"died {worker.start_deaths} times while it loaded the model", worker)
+            worker.start_failures += 1
+            what = f"died {worker.start_failures} times while it loaded the model{fault}"
+            self._give_up_if(worker.start_failures >= MAX_START_FAILURES, name, what)
             return
-        if worker.consecutive_deaths >= self._max_consecutive_deaths:
-            self._end(name, f"died {worker.consecutive_deaths} times without decoding anything in between", worker)
+        what = f"died {worker.consecutive_deaths} times without decoding anything in between{fault}"
+        self._give_up_if(worker.consecutive_deaths >= self._max_consecutive_deaths, name, what)
         part = worker.part
         if len(part) == 1 and part[0] not in self._answers:  # a row decoded fine before is no suspect
             self._suspect_parts[part[0]] = part
@@ -331,11 +383,23 @@ class AttemptTracker:
         if self._num_failed > self._max_failures and self._verdict is None:
             self._verdict = {"kind": "budget", "reason": TOO_MANY_FAILED.format(self._num_failed)}
 
-    def _end(self, name: str, what: str, worker: Worker) -> None:
-        reason = (
-            f"worker {name} {what}, the last time on {Death(worker.process, worker.exit_reason)}: the worker or its "
-            f"node is at fault, not a row; Ray's logs on that node have more (worker-*-{worker.process.pid}.err)"
-        )
+    def _others_can_work(self, name: str) -> bool:
+        """True if another worker decodes, or may do so yet."""
+        useless = ("sitting out",) if self._has_worked else ("sitting out", "failed")  # a failed one is tried again
+        others = [worker.state for other, worker in self._workers.items() if other != name]
+        return len(self._workers) < self._num_workers or any(state not in useless for state in others)
+
+    def _give_up_if(self, is_hopeless: bool, name: str, what: str) -> None:
+        """A worker that is hopeless sits out; the run ends if no other one can work."""
+        if not is_hopeless:
+            return
+        if self._may_sit_out and self._others_can_work(name):
+            worker = self._workers[name]
+            worker.state, worker.problem = "sitting out", what
+        else:
+            self._end(f"worker {name} {what}")
+
+    def _end(self, reason: str) -> None:
         self._verdict = self._verdict or {"kind": "workers", "reason": reason}
 
     def _stop_reason(self) -> str | None:
@@ -354,7 +418,12 @@ def start_attempt_tracker(
     failed: int,
     earlier: Quarantine | None = None,
     save: Callable[[Quarantine], None] = lambda quarantine: None,
+    *,
+    num_workers: int = 1,
+    may_sit_out: bool = False,
 ) -> ActorHandle:
     """An actor on this node. If it is lost, so is the driver's node, and the run ends."""
     actor = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(AttemptTracker)
-    return actor.remote(max_row_attempts, window_rows, max_failures, failed, node_is_gone, earlier, save)
+    return actor.remote(
+        max_row_attempts, window_rows, max_failures, failed, node_is_gone, earlier, save, num_workers, may_sit_out
+    )

@@ -16,12 +16,15 @@ from actors.generator import GeneratorConfig
 from actors.memory import freeze_gc
 from pipeline.cluster.priority import run_in_background
 from pipeline.fault_injection import fault_point
-from pipeline.stages.attempt_tracker import StopRun, WorkerProcess
+from pipeline.stages.attempt_tracker import StartOrder, StopRun, WorkerProcess
+from pipeline.stages.delegating_decoder import DelegatingDecoder
 from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.packed_window import pack
 from pipeline.stages.window import Window
 from pipeline.stages.window_decoder import WindowDecoder
 from skipdecode.config.sampling import Sampling
+
+ORDER_POLL_S = 1.0  # between two questions of a worker that could not load, and waits for an order
 
 
 class DecodeStage:
@@ -41,7 +44,8 @@ class DecodeStage:
         """Loads the model. The handles are those of `MetricsCollector`, `AttemptTracker` and `StealQueue`.
         `background`: as `actors.background`.
 
-        Raises StopRun if the attempt tracker has ended the run; a failed load also ends it.
+        Raises StopRun if the attempt tracker has ended the run. A failed load is tried again in a new process, as Ray
+        starts it. A worker that is to sit out loads nothing, and others decode its windows.
         """
         if background:
             run_in_background()  # first: threads have the priority of those that start them
@@ -52,8 +56,15 @@ class DecodeStage:
         stop = ray.get(attempts.worker_starting.remote(self.worker, process))
         if stop is not None:
             raise StopRun(stop)
-        fault_point("load")
-        model = self._load(config)
+        order: StartOrder = ray.get(attempts.start_order.remote(self.worker))
+        model = self._load(config, is_restart=context.was_current_actor_reconstructed) if order == "load" else None
+        if model is None:
+            collector.worker_sits_out.remote(self.worker)
+            assert steal_queue is not None, "who sits out has others"
+            self._decoder: WindowDecoder | DelegatingDecoder = DelegatingDecoder(
+                self.worker, attempts, collector, steal_queue
+            )
+            return
         freeze_gc()
         attempts.worker_ready.remote(self.worker)
         collector.worker_started.remote(
@@ -89,12 +100,23 @@ class DecodeStage:
         """The window of these rows, with a request for each row that can be decoded."""
         return Window.of(table, self._sampling)
 
-    def _load(self, config: GeneratorConfig) -> ModelThread:
+    def _load(self, config: GeneratorConfig, *, is_restart: bool) -> ModelThread | None:
+        """The model; None if the worker is to sit out. Where it is to try again this process ends, since an error of a
+        device stays with it. Raises what loading raised where that ends the run."""
         try:
+            for point in ("load", "load again") if is_restart else ("load",):
+                fault_point(point)
             return self.model_class(config, self._report_exit)
         except Exception as error:
-            ray.get(self._attempts.worker_cannot_load.remote(self.worker, f"{type(error).__name__}: {error}"))
-            raise
+            reason = f"{type(error).__name__}: {error}"
+            ray.get(self._attempts.worker_cannot_load.remote(self.worker, reason[:1000]))
+            while (order := ray.get(self._attempts.start_order.remote(self.worker))) == "wait":
+                time.sleep(ORDER_POLL_S)
+            if order == "stop":
+                raise
+            if order == "load":
+                os._exit(1)
+            return None
 
     def _report_exit(self, reason: str) -> None:
         """Tells the attempt tracker why this process is about to exit."""

@@ -225,14 +225,27 @@ class WindowDecoder:
         batches: Sequence[BatchRecord] = (),
         is_stolen: bool = False,
     ) -> None:
-        """Reports rows to the collector; `started_at` (seconds since the epoch): when the first was begun."""
-        if rows or batches:
-            number = 0 if is_stolen else self.num_windows
-            self.collector.window_done.remote(
-                self.worker,
-                {"started_at": started_at, "ended_at": time.time(), "rows": rows, "failed": failed, "window": number},
-                batches,
-            )
+        number = 0 if is_stolen else self.num_windows
+        report_rows(self.collector, self.worker, started_at, rows, failed, batches, number)
+
+
+def report_rows(
+    collector: ActorHandle,
+    worker: str,
+    started_at: float,
+    rows: int,
+    failed: int,
+    batches: Sequence[BatchRecord] = (),
+    window: int = 0,
+) -> None:
+    """Reports rows of a worker to the collector; `started_at` (seconds since the epoch): when the first was begun.
+    `window` as in `WindowRecord`."""
+    if rows or batches:
+        collector.window_done.remote(
+            worker,
+            {"started_at": started_at, "ended_at": time.time(), "rows": rows, "failed": failed, "window": window},
+            batches,
+        )
 
 
 def prompt_key(request: Request) -> str:

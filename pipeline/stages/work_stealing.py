@@ -45,6 +45,8 @@ class CollectedAnswers:
     answers: "dict[str, Answer]"
     num_stolen: int
     """Parts that others still decode."""
+    num_waiting: int
+    """Parts that nobody has begun."""
 
 
 @dataclass
@@ -120,7 +122,7 @@ class StealQueue:
 
     def collect(self, key: str) -> CollectedAnswers:
         window = self._shared[key]
-        found = CollectedAnswers(window.answers, len(window.stolen))
+        found = CollectedAnswers(window.answers, len(window.stolen), len(window.parts) - window.next)
         window.answers = {}
         return found
 

@@ -17,7 +17,10 @@ from pipeline.cluster.progress import LiveBar, LiveLine, Ticker
 from pipeline.formatting import count, duration, mask
 from pipeline.report.collector import MetricsCollector
 
-HALF = {"rows": 50, "failed": 2, "input_tokens": 0, "output_tokens": 500, "workers": 2, "restarts": 1, "working_s": 5.0}
+HALF = {
+    "rows": 50, "failed": 2, "input_tokens": 0, "output_tokens": 500, "workers": 2, "restarts": 1, "sitting_out": 0,
+    "working_s": 5.0,
+}  # fmt: skip
 
 
 def test_the_time_to_load_is_no_part_of_the_pace(tmp_path: Path) -> None:

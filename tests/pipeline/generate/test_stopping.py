@@ -14,6 +14,7 @@ from tests.support.processes import (
     command,
     descendants,
     environment,
+    hits,
     rows,
     run,
     start,
@@ -121,3 +122,16 @@ def test_a_worker_that_cannot_load_ends_the_run_with_the_reason(tiny_checkpoint:
     assert done.returncode == 1, done.stderr
     assert "cannot start: " in done.stderr.splitlines()[-2]
     assert "CUDA" in done.stderr.splitlines()[-2]
+
+
+@pytest.mark.slow
+def test_a_worker_whose_device_falls_sick_ends_no_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """It dies with a window in hand, and its successors cannot load; the other worker decodes all rows."""
+    source, sick = write_prompts(tmp_path / "in.jsonl", 60), "CUDA error: an illegal memory access was encountered"
+    faults = {"decode r9": {"signal": "SIGKILL"}, "load again": {"error": sick, "times": 100}}
+    wanted = [*command(tiny_checkpoint, source, tmp_path / "run"), "actors.num_actors=2"]
+    done = run(wanted, environment(faults, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert sorted(hits(tmp_path)) == ["decode r9", *["load again"] * 3]
+    assert rows(tmp_path / "run", "ok").keys() == {f"r{number}" for number in range(60)}
+    assert f"cannot start: RuntimeError: {sick}; others decoded its rows" in done.stderr

@@ -164,10 +164,12 @@ def test_a_few_very_long_rows_do_not_squeeze_the_histogram() -> None:
 
 
 def test_the_progress_line() -> None:
-    counts = dict.fromkeys(("rows", "failed", "output_tokens", "workers", "restarts", "working_s"), 0)
+    counts = dict.fromkeys(("rows", "failed", "output_tokens", "workers", "restarts", "sitting_out", "working_s"), 0)
     assert "loading model" in describe(counts, 100, 3.0)
     assert "0 output tokens/s   0 failed   1 actor   60 s   ETA ?" in describe(counts | {"workers": 1}, 100, 60.0)
     some = {"workers": 1, "rows": 25, "failed": 2, "output_tokens": 500, "working_s": 10.0}
     line = describe(counts | some, 100, 70.0)  # the model took a minute to load
     assert "25/100 rows (25 %)   50 output tokens/s   2 failed   1 actor   70 s   ETA 30 s" in line
     assert "2 actors (1 restart)" in describe(counts | {"workers": 2, "restarts": 1}, 100, 10.0)
+    sick = counts | {"workers": 2, "restarts": 1, "sitting_out": 1}
+    assert "2 actors (1 restart, 1 out of work)" in describe(sick, 100, 10.0)

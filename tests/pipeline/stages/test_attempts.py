@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from actors.generator import Answer
-from pipeline.stages.attempt_tracker import MAX_START_DEATHS, AttemptTracker, WindowPlan, WorkerProcess
+from pipeline.stages import attempt_tracker
+from pipeline.stages.attempt_tracker import MAX_START_FAILURES, AttemptTracker, WindowPlan, WorkerProcess
 from pipeline.store.quarantine import Quarantine
 from skipdecode.engine.results import Completion
 
@@ -218,12 +219,126 @@ def test_a_control_whose_worker_dies_is_no_suspect() -> None:
 def test_a_worker_that_never_gets_ready_ends_the_run() -> None:
     attempts = AttemptTracker(3, 8, 1.0)
     assert attempts.worker_starting("w", process(0)) is None
-    for number in range(1, MAX_START_DEATHS):
+    for number in range(1, MAX_START_FAILURES):
         assert attempts.worker_starting("w", process(number)) is None
-    stop = attempts.worker_starting("w", process(MAX_START_DEATHS))
+    stop = attempts.worker_starting("w", process(MAX_START_FAILURES))
     assert stop is not None
-    assert f"died {MAX_START_DEATHS} times while it loaded the model" in stop
+    assert f"died {MAX_START_FAILURES} times while it loaded the model" in stop
     assert attempts.plan_window("other", ids(2)) == stop, "the others stop at their next window"
+
+
+SICK = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+
+
+def pool(count: int, ready: int, **keys: bool) -> AttemptTracker:
+    """A tracker of `count` workers, w0, w1, ..., of which the first `ready` have loaded the model."""
+    attempts = AttemptTracker(3, 8, 1.0, num_workers=count, may_sit_out=keys.get("may_sit_out", True))
+    for number in range(count):
+        attempts.worker_starting(f"w{number}", process(number))
+        assert attempts.start_order(f"w{number}") == "load"
+    for number in range(ready):
+        attempts.worker_ready(f"w{number}")
+    return attempts
+
+
+def fail_to_load(attempts: AttemptTracker, name: str, times: int) -> None:
+    """The worker fails to load so many times, each in a new process."""
+    for number in range(times):
+        if number:
+            attempts.worker_starting(name, process(100 + number))
+        attempts.worker_cannot_load(name, SICK)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_tracker, "RETRY_AFTER_S", (0.0,))
+
+
+def test_one_sick_device_ends_no_run_while_others_are_well(at_once: None) -> None:
+    attempts = pool(3, ready=3)
+    attempts.worker_starting("w1", process(9))  # its process died, and its successor cannot load
+    fail_to_load(attempts, "w1", MAX_START_FAILURES - 1)
+    assert attempts.start_order("w1") == "load", "what a dying process holds may have come back"
+    fail_to_load(attempts, "w1", 1)
+    assert attempts.start_order("w1") == "sit out"
+    assert attempts.verdict() is None
+    assert attempts.sitting_out() == [f"w1 on host cannot start: {SICK}"]
+    plan = attempts.plan_window("w1", ["r0"])
+    assert isinstance(plan, WindowPlan)
+    attempts.window_finished("w1", "window", ["r0"], 0)
+    attempts.worker_starting("w1", process(10))
+    assert attempts.start_order("w1") == "sit out", "for the whole session, and its rows are no suspects"
+    assert attempts.plan_window("w0", ["r0"]) == WindowPlan([("r0",)])
+
+
+def test_the_last_sick_worker_ends_the_run(at_once: None) -> None:
+    attempts = pool(2, ready=2)
+    fail_to_load(attempts, "w0", MAX_START_FAILURES)
+    assert attempts.start_order("w0") == "sit out"
+    fail_to_load(attempts, "w1", MAX_START_FAILURES - 1)
+    assert attempts.start_order("w1") == "load"
+    fail_to_load(attempts, "w1", 1)
+    assert attempts.start_order("w1") == attempts.start_order("w0") == "stop"
+    assert attempts.verdict() == {"kind": "workers", "reason": f"worker w1 cannot start: {SICK}"}
+
+
+def test_a_single_worker_that_has_worked_is_started_again(at_once: None) -> None:
+    attempts = pool(1, ready=1)
+    fail_to_load(attempts, "w0", 1)
+    assert attempts.start_order("w0") == "load"
+    attempts.worker_starting("w0", process(2))
+    attempts.worker_ready("w0")
+    fail_to_load(attempts, "w0", MAX_START_FAILURES)
+    assert attempts.start_order("w0") == "stop"
+
+
+def test_a_model_that_nobody_can_load_ends_the_run_once_all_have_tried(at_once: None) -> None:
+    attempts = pool(2, ready=0)
+    attempts.worker_cannot_load("w0", SICK)
+    assert attempts.start_order("w0") == "wait", "perhaps the other one can"
+    attempts.worker_cannot_load("w1", SICK)
+    assert attempts.start_order("w0") == attempts.start_order("w1") == "stop"
+    alone = AttemptTracker(3, 8, 1.0)
+    alone.worker_starting("w0", process(0))
+    alone.worker_cannot_load("w0", SICK)
+    assert alone.start_order("w0") == "stop"
+
+
+def test_a_worker_that_failed_first_waits_for_those_that_have_not_started_yet(at_once: None) -> None:
+    attempts = AttemptTracker(3, 8, 1.0, num_workers=2, may_sit_out=True)
+    attempts.worker_starting("w0", process(0))
+    attempts.worker_cannot_load("w0", SICK)
+    assert attempts.start_order("w0") == "wait"
+    attempts.worker_starting("w1", process(1))
+    attempts.worker_ready("w1")
+    assert attempts.start_order("w0") == "load", "the model is fine"
+
+
+def test_a_failed_load_is_not_repeated_at_once() -> None:
+    attempts = pool(2, ready=2)
+    attempts.worker_cannot_load("w0", SICK)
+    assert attempts.start_order("w0") == "wait"
+
+
+def test_a_worker_that_dies_of_everything_sits_out_while_others_are_well() -> None:
+    attempts = pool(2, ready=2)
+    for number in range(100):
+        if attempts.start_order("w0") != "load":
+            break
+        attempts.worker_ready("w0")
+        plan = attempts.plan_window("w0", ids(8))
+        assert isinstance(plan, WindowPlan)
+        assert not plan.quarantined
+        attempts.worker_starting("w0", process(200 + number))
+    assert attempts.start_order("w0") == "sit out"
+    assert attempts.verdict() is None
+    assert "times without decoding anything in between" in attempts.sitting_out()[0]
+
+
+def test_without_others_that_take_its_rows_a_sick_worker_ends_the_run(at_once: None) -> None:
+    attempts = pool(2, ready=2, may_sit_out=False)
+    fail_to_load(attempts, "w0", MAX_START_FAILURES)
+    assert attempts.start_order("w0") == "stop"
 
 
 def test_the_budget_counts_a_repeated_window_once() -> None:

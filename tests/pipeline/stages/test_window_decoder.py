@@ -12,8 +12,9 @@ import ray
 
 from actors.generator import RowFailure, WindowResult
 from pipeline.cluster.worker_records import WindowRecord
-from pipeline.stages import window_decoder
+from pipeline.stages import delegating_decoder, window_decoder
 from pipeline.stages.attempt_tracker import AttemptTracker, StopRun, WorkerProcess
+from pipeline.stages.delegating_decoder import DelegatingDecoder
 from pipeline.stages.window_decoder import WindowDecoder, prompt_key
 from pipeline.stages.work_stealing import StealQueue
 from skipdecode.config.sampling import Sampling
@@ -217,3 +218,47 @@ def test_without_its_steal_queue_a_worker_goes_on_alone(
     assert tokens(owner.decoder.answer(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert owner.decoder.steal_queue is None
     assert tokens(owner.decoder.answer(requests(3))) == [1, 2, 3]
+
+
+def sick_worker(attempts: AttemptTracker, queue: StealQueue) -> DelegatingDecoder:
+    attempts.worker_starting("sick", WorkerProcess("node", "host", 2))
+    handles = Handle(attempts), Handle(Collector()), Handle(queue)
+    return DelegatingDecoder("sick", *handles)  # type: ignore[arg-type]
+
+
+def test_others_decode_the_window_of_a_worker_that_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts, queue, well = AttemptTracker(2, 8, 1.0), StealQueue(), FakeModel()
+    other = Worker("other", attempts, well, queue)
+    sick = sick_worker(attempts, queue)
+    monkeypatch.setattr(delegating_decoder.time, "sleep", lambda _: other.decoder.steal())
+    assert tokens(sick.answer(requests(8))) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(row for part in well.decoded for row in part) == [f"r{row}" for row in range(8)]
+
+
+def test_a_poison_row_of_a_worker_that_sits_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts, queue, well = AttemptTracker(2, 8, 1.0), StealQueue(), FakeModel(["r5"])
+    deaths = 0
+    sick = sick_worker(attempts, queue)
+    thief = Worker("other", attempts, well, queue)
+
+    def help_or_die(_: float) -> None:
+        nonlocal thief, deaths
+        try:
+            thief.decoder.steal()
+        except Died:
+            deaths += 1
+            thief = Worker("other", attempts, well, queue)
+
+    monkeypatch.setattr(delegating_decoder.time, "sleep", help_or_die)
+    assert tokens(sick.answer(requests(8))) == [1, 2, 3, 4, 5, "poison_row", 7, 8]
+    assert deaths <= 3 + 2
+
+
+def test_a_worker_that_sits_out_hears_that_the_run_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts, queue = AttemptTracker(2, 8, 0.0), StealQueue()
+    sick = sick_worker(attempts, queue)
+    monkeypatch.setattr(
+        delegating_decoder.time, "sleep", lambda _: attempts.window_finished("sick", "another", ["x"], 1)
+    )
+    with pytest.raises(StopRun, match="1 rows have failed"):
+        sick.answer(requests(2))
