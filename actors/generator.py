@@ -21,7 +21,7 @@ from actors.batching.windows import WindowCutter
 from actors.ceilings import measure_ceilings
 from actors.memory import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, MemoryBudget, check_weights_fit, is_device_lost
 from actors.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
-from skipdecode.backends.device import backend_on
+from skipdecode.backends.device import backend_on, choice_on
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 DRAFT_HORIZON = 64  # horizon of draft schedules that set none, which is also the default of training
 MAX_CAPTURED_STEPS = 4096  # decode steps whose plans are captured as graphs: every depth comes up within them
+REQUIRED = "actors.require_kernels is set"
 DRAFTS_NEED_SAME_BITS = (
     "speculative rows have no fixed batch shape, so under sampling.deterministic they need the CPU kernels, whose "
     "results do not depend on the shape"
@@ -86,6 +87,8 @@ class GeneratorConfig:
     """The share of a GPU's memory for weights and caches."""
     has_graphs: bool = True
     """Capture decode steps as CUDA graphs, whose caches then take the whole share."""
+    require_kernels: bool = False
+    """Refuse to load where decoding would be slower than it could (`Generator.why_slow`)."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class Generator:
         self._num_recorded = 0
         self._costs: dict[LayerPlan, PrefillCosts] = {}
         self._warm_up()
+        self._check_speed()
         self.load_s = time.perf_counter() - start
 
     def with_decode(
@@ -182,6 +186,18 @@ class Generator:
     def precision(self) -> str:
         """The numeric format for display: `bfloat16`, or `bfloat16, int8 weights`."""
         return dtype_name(self.dtype) + (f", {self.config.quantization} weights" if self.config.quantization else "")
+
+    @property
+    def why_slow(self) -> str | None:
+        """Why decoding is slower here than it could be: torch's operators in place of kernels, or steps that could not
+        be captured; None if it is not."""
+        if (reason := backend_on(self.device).why_slow) is not None:
+            return reason
+        chosen = choice_on(self.device)
+        if self.device.type == "cpu" and dtype_name(self.dtype) not in ("float32", chosen.dtype):
+            return f"the back end {chosen.name} has no kernels for {dtype_name(self.dtype)}"
+        failure = None if self.graphs is None else self.graphs.failure
+        return None if failure is None else f"steps run kernel by kernel, since they could not be captured: {failure}"
 
     # --- a window of rows
 
@@ -491,6 +507,15 @@ class Generator:
         max_rows = self.batch_size(PROMPT_TOKENS, NEW_TOKENS) if self.device.type == "cuda" else ROWS
         warm_up(self.model, self.schedule(NEW_TOKENS), self.graphs, max_rows=max_rows)
 
+    def _check_speed(self) -> None:
+        """Says why decoding is slow; ValueError if the configuration does not put up with it."""
+        reason = self.why_slow
+        if reason is None:
+            return
+        if self.config.require_kernels:
+            raise ValueError(f"{REQUIRED}, and {reason}")
+        logger.warning("decoding is slower than it could be: %s", reason)
+
     def _capture_graphs(self) -> None:
         """Captures all graphs that batches under this configuration need."""
         if self.graphs is None:
@@ -510,6 +535,8 @@ def _load(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.device], tor
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
+    if config.require_kernels and (reason := backend_on(device).why_slow) is not None:
+        raise ValueError(f"{REQUIRED}, and {reason}")  # before the weights are read
     dtype = choose_dtype(config.dtype, device)
     devices = devices_of(device, config.num_devices)
     if devices[0].type == "cuda":
@@ -526,6 +553,4 @@ def _load(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.device], tor
     packed = model.pack(config.quantization)
     if config.deterministic and config.decode.get("lossless") and not packed.is_batch_invariant:
         raise ValueError(f"decode.lossless: {DRAFTS_NEED_SAME_BITS}; here products of this model are torch's")
-    if (reason := backend_on(devices[0]).why_slow) is not None:
-        logger.warning("decoding is slower than it could be: %s", reason)
     return packed, devices, dtype

@@ -110,6 +110,8 @@ def summarize(finished: "RunResult") -> None:
         f"{report['output_throughput']:.0f} output tokens/s over the whole run, "
         f"{report['decode_output_throughput'] or 0:.0f} while decoding"
     )
+    for line in kernels_in_words(report):
+        log(line)
     if speedup := speedup_in_words(report):
         log(speedup)
     if remark := low_agreement(report):
@@ -127,6 +129,15 @@ def summarize(finished: "RunResult") -> None:
     if split := report["split_batches"]["count"]:
         log(f"{split} batches had to be split after a failure: {report['split_batches']['first']}")
     log(f"data: {folder.path('data')}\nreport: {folder.path('report.html')}")
+
+
+def kernels_in_words(report: dict[str, Any]) -> list[str]:
+    """Lines for `summarize`: with what workers decoded, and which of them were slower than they could be."""
+    from pipeline.report.rendering import backends, slow_workers  # takes seconds, as in `work`
+
+    used, slow = backends(report["actors"]), slow_workers(report["actors"])
+    lines = [f"kernels: {used}"] if used else []
+    return [*lines, f"warning: decoding was slower than it could be: {slow}"] if slow else lines
 
 
 def low_agreement(report: dict[str, Any]) -> str:

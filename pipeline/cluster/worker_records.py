@@ -24,6 +24,8 @@ class WorkerRecord(TypedDict):
     device: str
     dtype: str
     backend: BackendRecord
+    why_slow: str | None
+    """Why it decodes slower than it could (`Generator.why_slow`); None if it does not."""
     ready_at: float
 
 

@@ -163,13 +163,19 @@ def resolve_run_dtype(
         name = dtype_of_earlier_run
     is_exact = config.sampling.deterministic and bool(model.decode.get("lossless"))
     must_query_nodes = (
-        name == "auto" or model_config.quantization is not None or is_exact or bool(os.environ.get(VARIABLE))
+        name == "auto"
+        or model_config.quantization is not None
+        or is_exact
+        or config.actors.require_kernels
+        or bool(os.environ.get(VARIABLE))
     )
     nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and must_query_nodes else ()
     dtype = resolve_dtype(name, device, nodes)
     check_quantization(model_config.quantization, model.config, dtype, device, reason_against_int8(nodes))
     lacking = reason_for_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device, lacking)
+    if config.actors.require_kernels and lacking is not None:
+        raise ConfigError("actors.require_kernels", lacking)
     return dtype
 
 

@@ -79,6 +79,7 @@ def make_generator_config(
         baseline_fraction=config.baseline.fraction,
         shares_prefixes=config.decode.prefix == "auto",
         memory_share=config.actors.memory_share * min(1.0, pool.num_gpus or 1.0),  # workers on one GPU divide it
+        require_kernels=config.actors.require_kernels,
     )
 
 

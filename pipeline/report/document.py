@@ -121,6 +121,8 @@ class ActorFigures(TypedDict):
     dtype: str
     backend: BackendRecord | None
     """None: the metrics lack the column."""
+    why_slow: str | None
+    """Why it decoded slower than it could; None if it did not."""
     load_s: float
     busy_s: float
     idle_s: float

@@ -24,6 +24,7 @@ class StoredStart(TypedDict):
     dtype: str
     backend: BackendRecord | None
     """None: the file lacks the column."""
+    why_slow: str | None
     ready_at: float
 
 
@@ -93,6 +94,7 @@ WORKER_SCHEMA: Final = pa.schema(
         ("dtype", pa.string()),
         ("ready_at", pa.float64()),
         ("backend", pa.struct([("name", pa.string()), ("reason", pa.string())])),
+        ("why_slow", pa.string()),
     ]
 )
 """One row per start of a worker; a second one for the same worker is a restart."""

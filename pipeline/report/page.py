@@ -5,7 +5,6 @@ in `page.html.j2` and `page.css`, plots are drawn by `svg_plots`, and `compare` 
 """
 
 import datetime
-from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final, Literal
@@ -14,8 +13,8 @@ import yaml
 
 from pipeline.formatting import count, duration
 from pipeline.report import svg_plots as plots
-from pipeline.report.document import ActorFigures, Example, Figures, Lane
-from pipeline.report.rendering import interval, number, percent, render, shown, times
+from pipeline.report.document import Example, Figures, Lane
+from pipeline.report.rendering import backends, interval, number, percent, render, shown, slow_workers, times
 from pipeline.store.run_state import RunState
 
 Single = Literal[
@@ -65,7 +64,8 @@ def render_report(report: Figures, state: RunState, lanes: Sequence[Lane]) -> st
         speed_text=speed_text(report, state["config"]["baseline"]["fraction"]),
         layers_text=_layers_text(report),
         workers_text=_workers_text(report, lanes),
-        backends=_backends(report["actors"]),
+        backends=backends(report["actors"]),
+        slow_workers=slow_workers(report["actors"]),
         worker_head=[name.replace("_s", ", s") for name in WORKER_COLUMNS],
         worker_rows=[itemgetter(*WORKER_COLUMNS)(actor) for actor in report["actors"]],
         errors=_errors(report),
@@ -174,12 +174,6 @@ def _workers_text(report: Figures, lanes: Sequence[Lane]) -> str:
     if len(report["actors"]) > len(lanes):
         text += f" {len(lanes)} of {len(report['actors'])} workers are drawn."
     return text
-
-
-def _backends(actors: Sequence[ActorFigures]) -> str:
-    """The back ends that decoded, the reason for each choice, and the number of workers."""
-    found = Counter(f"{own['name']} ({own['reason']})" for actor in actors if (own := actor["backend"]))
-    return "; ".join(f"{text}, {count(workers, 'worker')}" for text, workers in found.most_common())
 
 
 def _errors(report: Figures) -> list[tuple[str, int, list[Example]]]:

@@ -4,13 +4,15 @@
 """
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.formatting import mask
-from pipeline.report.document import Figures
+from pipeline.formatting import count, mask
+from pipeline.report.document import ActorFigures, Figures
 
 HERE = Path(__file__).parent
 
@@ -60,3 +62,15 @@ def interval(report: Figures) -> str:
     """The confidence interval of the measured speedup; empty if there is none."""
     ci95 = report["speedup"]["ci95"]
     return f"95 %: {ci95[0]:.2f} to {ci95[1]:.2f}" if ci95 else ""
+
+
+def backends(actors: Sequence[ActorFigures]) -> str:
+    """The back ends that decoded, the reason for each choice, and the number of workers."""
+    found = Counter(f"{own['name']} ({own['reason']})" for actor in actors if (own := actor["backend"]))
+    return "; ".join(f"{text}, {count(workers, 'worker')}" for text, workers in found.most_common())
+
+
+def slow_workers(actors: Sequence[ActorFigures]) -> str:
+    """Why workers decoded slower than they could, and how many; empty if none did."""
+    found = Counter(why for actor in actors if (why := actor.get("why_slow")))
+    return "; ".join(f"{why}, {count(workers, 'worker')}" for why, workers in found.most_common())

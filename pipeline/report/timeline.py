@@ -158,6 +158,7 @@ def actors(starts: Sequence[StoredStart], windows: Windows, clock: Clock) -> lis
                 "device": own[0]["device"],
                 "dtype": own[0]["dtype"],
                 "backend": own[-1].get("backend"),
+                "why_slow": own[-1].get("why_slow"),
                 "load_s": sum(start["load_s"] or 0.0 for start in own),
                 "busy_s": busy_s,
                 "idle_s": max(0.0, there_s - busy_s - sum(start["load_s"] or 0.0 for start in own[1:])),

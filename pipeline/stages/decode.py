@@ -76,6 +76,7 @@ class DecodeStage:
                 "device": str(model.generator.device),
                 "dtype": model.generator.precision,
                 "backend": model.backend(),
+                "why_slow": model.generator.why_slow,
                 "ready_at": time.time(),
             },
         )

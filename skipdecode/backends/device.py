@@ -57,11 +57,20 @@ def choose_cuda() -> Choice:
     return Choice(name, reason, "bfloat16", no_int8="quantized weights are for CPUs")
 
 
+class TorchOnCuda(Backend):
+    """torch's operators on CUDA devices, where Triton's kernels cannot be used or are not wanted: several times slower,
+    and without graphs."""
+
+    @property
+    def why_slow(self) -> str | None:
+        return f"the CUDA kernels are not used: {choose_cuda().reason}"
+
+
 @cache
 def cuda_backend() -> Backend:
     """The back end of CUDA devices that `choose_cuda` has chosen."""
     if choose_cuda().name == "torch":
-        return TORCH
+        return TorchOnCuda()
     from skipdecode.backends.triton_kernels import TritonKernels
 
     return CudaBackend(TritonKernels())

@@ -18,18 +18,20 @@ from actors.memory import DeviceMemory, MemoryBudget, check_weights_fit, is_devi
 from actors.serving import cohort_scheduler
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
+from skipdecode.backends.device import TorchOnCuda, choose_cuda
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.batch_sizes import ladder, rung_within
 from skipdecode.cost.gpu_specs import GPUS, MEMORY_SHARE
 from skipdecode.cost.predict import MODELS, Workload, gpus_needed, num_weights, predict
 from skipdecode.cost.roofline import cache_bytes_per_row
-from skipdecode.engine.cuda_graphs import CudaGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs, GraphCapture
 from skipdecode.engine.prefill import has_room
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import released
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.schedule import FullDepth
+from tests.support.cuda_models import cpu_computed_by
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 from tests.support.naive import random_prompts
 
@@ -183,6 +185,42 @@ def test_automatic_rows_fit_the_memory_of_graphs(tiny_checkpoint: Path) -> None:
         for schedule in (made.schedule(12), made.full):
             assert has_room(made.graphs, schedule, size, 29, 12)
         assert not has_room(made.graphs, made.full, 2 * size, 29, 12)
+
+
+# Slow paths
+
+
+def test_a_worker_with_torchs_operators_says_so(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU whose kernels were not chosen decodes, several times slower; `actors.require_kernels` does without it."""
+    with cpu_computed_by(TorchOnCuda()):
+        made = build(tiny_checkpoint, baseline_fraction=0.0)
+        assert made.why_slow == f"the CUDA kernels are not used: {choose_cuda().reason}"
+        assert f"decoding is slower than it could be: {made.why_slow}" in caplog.text
+        monkeypatch.setattr(generator, "load_model", lambda *_, **__: pytest.fail("loads"))
+        with pytest.raises(ValueError, match=r"^actors\.require_kernels is set, and the CUDA kernels are not used: "):
+            build(tiny_checkpoint, require_kernels=True)
+
+
+@pytest.mark.usefixtures("_on_graphs")
+def test_steps_that_could_not_be_captured_are_a_slow_path(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = build(tiny_checkpoint, require_kernels=True)
+    assert made.why_slow is None
+    assert "slower" not in caplog.text
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(GraphCapture, "capture", fails)
+    made = build(tiny_checkpoint)
+    assert made.why_slow is not None
+    assert "operation not permitted" in made.why_slow
+    assert f"decoding is slower than it could be: {made.why_slow}" in caplog.text
+    with pytest.raises(ValueError, match=r"^actors\.require_kernels is set, and steps run kernel by kernel"):
+        build(tiny_checkpoint, require_kernels=True)
 
 
 # Lost devices

@@ -16,7 +16,7 @@ import pytest
 from jobs import __main__ as console
 from jobs.__main__ import verbs
 from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder, run_verb
-from jobs.generate import KEY_FIGURES, MAX_CHARS, ending, key_figures, low_agreement
+from jobs.generate import KEY_FIGURES, MAX_CHARS, ending, kernels_in_words, key_figures, low_agreement
 from pipeline.config.job import ConfigError
 from pipeline.generate.run import RunResult
 from pipeline.generate.stopping import allowed_failures
@@ -199,6 +199,18 @@ def test_low_agreement_is_said_with_what_to_do(agreement: float | None, is_said:
     remark = low_agreement({"agreement": {"token_match": agreement}})
     assert bool(remark) == is_said
     assert not is_said or ("only 14.0 %" in remark and "decode.method=full" in remark)
+
+
+def test_the_kernels_of_a_run_are_said_and_slow_ones_as_a_warning() -> None:
+    fast = {"backend": {"name": "triton", "reason": "NVIDIA H100, sm_90; 160 graphs in 0.03 GiB"}, "why_slow": None}
+    slow = {"backend": {"name": "torch", "reason": "no gcc"}, "why_slow": "the CUDA kernels are not used: no gcc"}
+    kernels = "kernels: triton (NVIDIA H100, sm_90; 160 graphs in 0.03 GiB), 2 workers"
+    assert kernels_in_words({"actors": [fast, fast]}) == [kernels]
+    assert kernels_in_words({"actors": [fast, slow, fast]}) == [
+        f"{kernels}; torch (no gcc), 1 worker",
+        "warning: decoding was slower than it could be: the CUDA kernels are not used: no gcc, 1 worker",
+    ]
+    assert kernels_in_words({"actors": [{"backend": None}]}) == []
 
 
 def test_too_many_failed_rows_are_said_in_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

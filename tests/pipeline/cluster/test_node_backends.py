@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster as RayCluster
@@ -16,8 +18,9 @@ from pipeline.cluster.node_backends import (
     reason_for_torch,
     resolve_dtype,
 )
-from pipeline.cluster.pool import Cluster
-from pipeline.config.job import ConfigError
+from pipeline.cluster.pool import Cluster, Pool
+from pipeline.config.job import ActorsConfig, ConfigError, JobConfig
+from pipeline.generate.plan import resolve_run_dtype
 from skipdecode.backends import choice
 from skipdecode.backends.choice import Choice
 
@@ -54,6 +57,16 @@ def test_a_node_without_kernels_is_found() -> None:
     assert reason_for_torch((WIDE, OLD), "bfloat16") == "the back end avx2 (on old) has no kernels for bfloat16"
     assert reason_for_torch((WIDE, bare), "float32") == "the back end torch (on bare) has no kernels for float32"
     assert reason_for_torch((WIDE,), "float16") is not None
+
+
+def test_required_kernels_that_are_not_there_are_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "torch")
+    embedded, pool = Cluster(8, 0, 2, is_embedded=True), Pool(1, 1, 1.0, 0.0, 1)
+    model: Any = SimpleNamespace(decode={}, config=None)
+    assert resolve_run_dtype(JobConfig(), model, None, embedded, pool) in ("float32", "bfloat16")
+    config = JobConfig(actors=ActorsConfig(require_kernels=True))
+    with pytest.raises(ConfigError, match=r"^actors\.require_kernels: the back end torch \(on .*\) has no kernels for"):
+        resolve_run_dtype(config, model, None, embedded, pool)
 
 
 def test_an_embedded_ray_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

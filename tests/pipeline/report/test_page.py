@@ -45,8 +45,8 @@ class Page(html.parser.HTMLParser):
 
 
 def actor(worker: str, backend: BackendRecord | None) -> dict[str, Any]:
-    return {"worker": worker, "host": "h", "device": "cpu", "dtype": "float32", "backend": backend, "load_s": 1.0,
-            "busy_s": 2.0, "idle_s": 3.0, "restarts": 0, "rows": 5, "left": False}  # fmt: skip
+    return {"worker": worker, "host": "h", "device": "cpu", "dtype": "float32", "backend": backend, "why_slow": None,
+            "load_s": 1.0, "busy_s": 2.0, "idle_s": 3.0, "restarts": 0, "rows": 5, "left": False}  # fmt: skip
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def test_whatever_a_run_holds_is_text_on_its_page(report: dict[str, Any]) -> Non
     state = copy.deepcopy(STATE)
     state["model"]["source"] = state["fingerprint"][NASTY] = state["config"][NASTY] = NASTY
     state["sessions"][0]["id"] = NASTY
-    report["actors"] = [actor(NASTY, {"name": "torch", "reason": NASTY}) | {"host": NASTY, "device": NASTY}]
+    own = {"host": NASTY, "device": NASTY, "why_slow": NASTY}
+    report["actors"] = [actor(NASTY, {"name": "torch", "reason": NASTY}) | own]
     report |= {
         "finish_reasons": {NASTY: 1}, "errors": {NASTY: 1},
         "error_examples": {NASTY: [{"id": NASTY, "message": NASTY}]}, "prefill": NASTY,
@@ -73,7 +74,7 @@ def test_whatever_a_run_holds_is_text_on_its_page(report: dict[str, Any]) -> Non
     page = Page(re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL))
     dumped = yaml.safe_dump(state["config"], sort_keys=False, default_flow_style=None)
     assert dumped in page.text
-    assert page.text.replace(dumped, "").count(NASTY) == 18
+    assert page.text.replace(dumped, "").count(NASTY) == 19
     assert "img" not in page.tags
     assert text.count("<script") == 1, "the page's own"
     assert page.tags.count("section") == plain.tags.count("section")
@@ -113,9 +114,11 @@ def test_what_differs_is_said_without_credentials(report: dict[str, Any]) -> Non
 def test_the_page_names_each_back_end_once(report: dict[str, Any]) -> None:
     wide: BackendRecord = {"name": "avx512", "reason": "AVX-512 with BF16; no AMX"}
     slow: BackendRecord = {"name": "torch", "reason": "no compiler"}
-    report["actors"] = [actor("a", slow), actor("b", wide), actor("c", wide), actor("d", None)]
+    reason = {"why_slow": "the CPU kernels are not used: no compiler"}
+    report["actors"] = [actor("a", slow) | reason, actor("b", wide), actor("c", wide), actor("d", None)]
     text = Page(render_report(report, STATE, [])).text
     assert "Kernels: avx512 (AVX-512 with BF16; no AMX), 2 workers; torch (no compiler), 1 worker." in text
+    assert "Slower than it could be: the CPU kernels are not used: no compiler, 1 worker." in text
 
 
 def test_records_and_schemas_have_the_same_keys() -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import skipdecode.model.sampler  # noqa: F401 - among the modules that ask for a back end
 from skipdecode.backends import choice, device
-from skipdecode.backends.backend import TORCH
 from skipdecode.backends.choice import BackendError, choose
-from skipdecode.backends.device import choose_cuda, cuda_backend
+from skipdecode.backends.device import TorchOnCuda, choose_cuda, cuda_backend
 from skipdecode.backends.kernel_self_test import self_test
 from skipdecode.backends.torch_kernels import TorchKernels
 
@@ -40,15 +39,17 @@ def test_without_a_device_torch_is_named() -> None:
     chosen = choose_cuda()
     assert chosen.name == "torch"
     assert "no CUDA device" in chosen.reason
-    assert cuda_backend() is TORCH
-    assert device.backend_on(torch.device("cuda")) is TORCH
+    assert cuda_backend() is device.backend_on(torch.device("cuda"))
+    assert isinstance(cuda_backend(), TorchOnCuda)
 
 
 @pytest.mark.parametrize("word", ["torch", "off", "0", " Torch "])
 def test_torch_by_force(h100: None, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv(choice.VARIABLE, word)
     assert str(choose_cuda()) == "torch (NVIDIA H100, sm_90; forced by SKIPDECODE_KERNELS)"
-    assert cuda_backend() is TORCH
+    why = "the CUDA kernels are not used: NVIDIA H100, sm_90; forced by SKIPDECODE_KERNELS"
+    assert cuda_backend().why_slow == why
+    assert isinstance(cuda_backend(), TorchOnCuda)
 
 
 def test_kernels_that_do_not_run_are_said_and_left(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_a_kernel_that_does_not_compile_is_named(h100: None, monkeypatch: pytest
     assert str(choose_cuda()) == (
         "torch (NVIDIA H100, sm_90; the kernel of gates failed (RuntimeError: PassManager::run failed)"
     )
-    assert cuda_backend() is TORCH
+    assert isinstance(cuda_backend(), TorchOnCuda)
 
 
 def test_old_devices(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
