@@ -196,8 +196,10 @@ class Generator:
         chosen = choice_on(self.device)
         if self.device.type == "cpu" and dtype_name(self.dtype) not in ("float32", chosen.dtype):
             return f"the back end {chosen.name} has no kernels for {dtype_name(self.dtype)}"
-        failure = None if self.graphs is None else self.graphs.failure
-        return None if failure is None else f"steps run kernel by kernel, since they could not be captured: {failure}"
+        if self.graphs is None or self.graphs.failure is None:
+            return None
+        how_many = "some steps" if self.graphs.num_graphs else "steps"
+        return f"{how_many} run kernel by kernel, since they could not be captured: {self.graphs.failure}"
 
     # --- a window of rows
 
@@ -397,7 +399,7 @@ class Generator:
                 itemsize=self.dtype.itemsize,
                 num_devices=len(self.devices),
                 shared_prefixes=self.cutter.shared_prefix_shape(batch, chosen),
-                in_graphs=self.graphs is not None and self.graphs.failure is None,
+                in_graphs=self.graphs is not None and self.graphs.num_graphs > 0,
             )
         records.append(record)
         return completions

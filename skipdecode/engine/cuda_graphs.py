@@ -4,17 +4,19 @@ A graph belongs to a plan and a number of rows. Its kernels read on the device w
 column is new (`skipdecode.kv.graph_cache`), so it serves every batch, whatever its length. Rows are padded to a ladder
 of a few sizes, so the number of graphs is plans x sizes, and all are captured when a model loads (`capture_all`). A
 graph includes greedy choice and the increment of the column. Steps that are not captured run the same kernels one by
-one: if a capture failed, if there are more rows than the ladder has, if graphs have used up their share of memory, and
-if feed-forward blocks are decided per row (FFN-SkipLLM `row`).
+one: once a capture has failed twice, if there are more rows than the ladder has, if graphs have used up their share of
+memory, and if feed-forward blocks are decided per row (FFN-SkipLLM `row`).
 
 Without a device the same code runs without capturing, which is how its logic is tested.
 
 B rows, L layers, V vocabulary.
 """
 
+import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -65,14 +67,16 @@ class CudaGraphCapture(GraphCapture):
     """Captures CUDA graphs.
 
     One stream serves every warm-up and every capture, since libraries keep a workspace for each stream that they meet
-    (cuBLAS 32 MiB on Hopper). All graphs share one memory pool, since they replay one after another. A pool goes away
-    with its last graph: `forget` drops it, and the next capture makes another.
+    (cuBLAS 32 MiB on Hopper). All graphs share one memory pool, since they replay one after another, but those captured
+    after one that failed, which have another. A pool goes away with its last graph: `forget` drops them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
+        self._pools: list[Any] = []
+        """All that graphs lie in; `_pool` is the one for the next graph."""
 
     def warm_up(self, work: Work) -> None:
         here = torch.cuda.current_stream(self._device)
@@ -87,28 +91,61 @@ class CudaGraphCapture(GraphCapture):
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            self._pools.append(self._pool)
         here = torch.cuda.current_stream(self._device)
         try:  # thread_local: other threads of a worker copy their own things meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                collector_held_off(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 work()
+        except BaseException:
+            self._abandon_pool()
+            raise
         finally:  # a capture that fails at its end leaves its own stream current
             with torch.cuda.device(self._device):  # setting a stream sets its device too
                 torch.cuda.set_stream(here)
         return graph.replay
 
-    def forget(self) -> None:
+    def _abandon_pool(self) -> None:
+        """Ends a failed capture for torch's allocator too, and takes another pool for the next one.
+
+        torch does so only where the driver has ended the capture well. Otherwise the allocator takes it to be under way
+        for good: it puts off what is freed, and refuses to begin another capture in this pool.
+        """
+        device = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with suppress(Exception):  # the first raises where torch has ended it; what it is called is torch's affair
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
         self._pool = None
 
+    def forget(self) -> None:
+        self._pool, self._pools = None, []
+
     def held_bytes(self) -> int:
-        # From torch's snapshot of the graphs' pool alone: free device memory changes with other processes, and torch's
+        # From torch's snapshot of the graphs' pools alone: free device memory changes with other processes, and torch's
         # totals leave out a pool's memory between replays.
-        if self._pool is None:
+        if not self._pools:
             return 0
+        pools = {tuple(pool) for pool in self._pools}
         try:
             segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        except RuntimeError:  # torch's other allocator (cudaMallocAsync) has no snapshots
+            return sum(int(one["total_size"]) for one in segments if tuple(one["segment_pool_id"]) in pools)
+        except Exception:  # no snapshots (cudaMallocAsync), or in another format, which is torch's own: a figure only
             return 0
-        return sum(int(one["total_size"]) for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
+
+
+@contextmanager
+def collector_held_off() -> Iterator[None]:
+    """Keeps Python's collector of cycles from running: what it drops, such as a kernel's module, may call the driver,
+    which ends a capture under way."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 Key = tuple[LayerPlan, int]
@@ -138,7 +175,8 @@ class CudaGraphs:
         self.num_captured = self.num_late = self.graph_bytes = 0
         """Graphs captured since the start, those of them after `capture_all`, and the device memory they take."""
         self.failure: str | None = None
-        """Why steps run kernel by kernel: the error of the first capture that failed."""
+        """Why no more steps are captured, and those without a graph run kernel by kernel: the error of a capture that
+        failed twice, or of a step's first run."""
         self.full: str | None = None
         """Why no more steps are captured, while existing graphs stay in use: memory, or their number."""
         self._captures = captures or (CudaGraphCapture(model.device) if model.device.type == "cuda" else GraphCapture())
@@ -201,6 +239,7 @@ class CudaGraphs:
         wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
         self._is_loading = True
         self._make_way({(plan, n) for plan in plans for n in wanted})
+        gc.collect()  # since it is held off within each capture
         for n in sorted(set(wanted), reverse=True):  # the largest first: the others fit into its memory
             for plan in plans:
                 if (plan, n) not in self._replays and self._may_capture():
@@ -308,9 +347,9 @@ class CudaGraphs:
             work()  # an error now is the batch's own
             return
         try:
-            replay = self._captures.capture(work)
-        except Exception as error:  # whatever it is, steps run without graphs
-            if self._replays and "out of memory" in str(error):  # torch's, or the driver's, which keeps graphs itself
+            replay = self._captured(work)
+        except Exception as error:  # whatever it is, steps without a graph run all the same
+            if self._replays and is_out_of_memory(error):
                 self.full = _no_room(error)
                 return
             self._fail(error)
@@ -322,15 +361,27 @@ class CudaGraphs:
         if self.graph_bytes > MAX_GRAPH_BYTES:
             self.full = f"all of them may take {MAX_GRAPH_BYTES / 2**30:g} GiB"
 
+    def _captured(self, work: Work) -> Work:
+        """The work as a graph. A capture that fails is tried once more, for it may be chance: a call of another thread
+        or library that no capture allows."""
+        try:
+            return self._captures.capture(work)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._at.tolist()  # raises where the device itself is lost
+            logger.warning("capturing a decode step failed, and is tried again: %s: %s", type(error).__name__, error)
+        return self._captures.capture(work)
+
     def _fail(self, error: Exception) -> None:
-        """From now on steps run without graphs; existing ones are dropped."""
+        """From now on no more steps are captured; existing graphs stay in use."""
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"[:500]
         self._at.tolist()  # raises where the device itself is lost
         logger.warning("decode steps run kernel by kernel, since capturing one failed: %s", self.failure)
-        self._replays.clear()
-        self._captures.forget()
-        self.graph_bytes = 0
+        if not self._replays:
+            self._captures.forget()
+            self.graph_bytes = 0
 
     def _step(self, plan: LayerPlan, rows: int) -> None:
         """The work of a graph: runs the tokens of `rows` rows through `plan`, and computes logits, most likely tokens
@@ -347,12 +398,18 @@ class CudaGraphs:
 
     def describe(self) -> str:
         """A summary for logs."""
-        if self.failure is not None:
+        if self.failure is not None and not self._replays:
             return f"no graphs ({self.failure})"
         found = f"{self.num_graphs} graphs in {self.graph_bytes / 2**30:.2f} GiB"
         found += f", {self.num_late} of them after loading" if self.num_late else ""
         found += f", full ({self.full})" if self.full is not None else ""
+        found += f", no more ({self.failure})" if self.failure is not None else ""
         return f"{found}, {self.nbytes / 2**30:.1f} GiB for caches"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's error, or the driver's, which keeps graphs itself."""
+    return "out of memory" in str(error)
 
 
 def _no_room(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Graphs without a device: the CUDA back end with torch's operators on the CPU, and captures that count or fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,10 +29,13 @@ def cpu_as_cuda() -> Iterator[None]:
 
 
 class FakeCaptures(GraphCapture):
-    """A capture does nothing, a replay does the work again. `fails`: what a capture raises."""
+    """A capture does nothing, a replay does the work again. `fails`: what a capture raises; `fails_at`: only captures
+    of these numbers, from 1 on."""
 
-    def __init__(self, fails: Exception | None = None, graph_bytes: int = 0) -> None:
-        self.fails, self.graph_bytes = fails, graph_bytes
+    def __init__(
+        self, fails: Exception | None = None, graph_bytes: int = 0, fails_at: Collection[int] | None = None
+    ) -> None:
+        self.fails, self.graph_bytes, self.fails_at = fails, graph_bytes, fails_at
         self.warm_ups = self.captures = self.replays = self.forgotten = 0
 
     def warm_up(self, work: Work) -> None:
@@ -41,7 +44,7 @@ class FakeCaptures(GraphCapture):
 
     def capture(self, work: Work) -> Callable[[], None]:
         self.captures += 1
-        if self.fails is not None:
+        if self.fails is not None and (self.fails_at is None or self.captures in self.fails_at):
             raise self.fails
 
         def replay() -> None:

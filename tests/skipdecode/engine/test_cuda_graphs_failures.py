@@ -63,14 +63,40 @@ def test_a_capture_that_fails_leaves_steps_without_graphs(model: Decoder) -> Non
     captures = FakeCaptures(error)
     graphs, schedule = CudaGraphs(model, ROOM, captures=captures), SkipDecode(L, 5, 2, 1, 19)
     graphs.capture_all(plans_of([schedule], 20))
-    assert captures.captures == 1, "it tries again and again"
+    assert captures.captures == 2, "once more, and not again and again"
     assert captures.forgotten == 1, "a pool whose graphs are gone would be used again"
     requests = make_requests([5, 2, 9], 20)
     made = generate(model, requests, schedule, graphs=graphs)
     assert made.completions == generate(model, requests, schedule).completions
-    assert captures.captures == 1
+    assert captures.captures == 2
     assert graphs.num_graphs == 0
     assert "operation not permitted" in graphs.describe()
+
+
+UNLUCKY = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_fails_by_chance_is_tried_again(model: Decoder) -> None:
+    captures, schedule = FakeCaptures(UNLUCKY, fails_at=[3]), SkipDecode(L, 5, 2, 1, 19)
+    graphs = CudaGraphs(model, ROOM, max_rows=4, captures=captures)
+    graphs.capture_all(plans_of([schedule], 20))
+    assert graphs.num_graphs == captures.captures - 1 == 4 * 4
+    assert graphs.failure is None
+    assert captures.forgotten == 0
+
+
+def test_graphs_stay_when_a_later_capture_fails(model: Decoder) -> None:
+    """One of many: today's graphs are as good as before, and steps without one run kernel by kernel."""
+    captures, schedule = FakeCaptures(UNLUCKY, fails_at=[9, 10]), SkipDecode(L, 5, 2, 1, 19)
+    graphs = CudaGraphs(model, ROOM, max_rows=4, captures=captures)
+    graphs.capture_all(plans_of([schedule], 20))
+    assert (graphs.num_graphs, captures.captures, captures.forgotten) == (8, 10, 0)
+    assert graphs.describe().startswith(f"8 graphs in 0.00 GiB, no more (RuntimeError: {UNLUCKY}), ")
+    for lengths in ([5, 2, 9, 4], [5]):  # of four rows each plan has a graph, of one none
+        requests, before = make_requests(lengths, 20), captures.replays
+        made = generate(model, requests, schedule, graphs=graphs)
+        assert made.completions == generate(model, requests, schedule).completions
+        assert captures.replays - before == (19 if len(lengths) == 4 else 0)
 
 
 def test_a_capture_that_fails_late_does_its_step_once(model: Decoder) -> None:

@@ -1,5 +1,6 @@
 """The memory of graphed steps in one piece, and captures themselves, with torch's objects replaced."""
 
+import gc
 import itertools
 import sys
 from contextlib import nullcontext
@@ -152,6 +153,8 @@ def test_what_others_hold_is_not_counted_as_graphs(monkeypatch: pytest.MonkeyPat
     assert captures.held_bytes() - before == own
     monkeypatch.setattr(torch.cuda, "memory_snapshot", cannot)
     assert captures.held_bytes() == 0
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"pool": (0, 1), "size": 5}])
+    assert captures.held_bytes() == 0, "another torch's format costs a figure, and no batch"
     captures.forget()
     assert captures.held_bytes() == 0
 
@@ -160,5 +163,57 @@ def test_a_failed_capture_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch)
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(FakeGraph, "fails", True)
     with pytest.raises(RuntimeError, match="during capture"):
-        CudaGraphCapture(torch.device("cuda")).capture(lambda: None)
+        CudaGraphCapture(torch.device("cuda", 0)).capture(lambda: None)
     assert cuda.here == "main"
+
+
+class FakeAllocator:
+    """torch's allocator: pools in which a capture is under way, as `torch.cuda.graph` leaves them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.under_way: set[object] = set()
+        self.released: list[object] = []
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+
+    def end(self, device: int, pool: object) -> None:
+        assert device == 0
+        if pool not in self.under_way:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.under_way.remove(pool)
+
+    def release(self, device: int, pool: object) -> None:
+        assert device == 0
+        self.released.append(pool)
+
+
+def test_a_failed_capture_is_over_for_the_allocator_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would put off what is freed for good. The next capture has another pool; graphs keep theirs."""
+    cuda, allocator = FakeCuda(monkeypatch), FakeAllocator(monkeypatch)
+    captures = CudaGraphCapture(torch.device("cuda", 0))
+    captures.capture(lambda: None)
+    monkeypatch.setattr(FakeGraph, "fails", True)
+    allocator.under_way = {(0, 1)}
+    with pytest.raises(RuntimeError, match="during capture"):
+        captures.capture(lambda: None)
+    assert (allocator.under_way, allocator.released) == (set(), [(0, 1)])
+    with pytest.raises(RuntimeError, match="during capture"):  # where torch has ended it itself
+        captures.capture(lambda: None)
+    assert allocator.released == [(0, 1)]
+    monkeypatch.setattr(FakeGraph, "fails", False)
+    captures.capture(lambda: None)
+    assert [pool for pool, _ in cuda.used] == [(0, 1), (0, 1), (0, 2), (0, 3)]
+    sizes = [((0, 0), 50), ((0, 1), 3), ((0, 3), 4)]
+    snapshot = [{"segment_pool_id": pool, "total_size": size} for pool, size in sizes]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
+    assert captures.held_bytes() == 7
+
+
+def test_no_cycles_are_collected_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    captures, seen = CudaGraphCapture(torch.device("cuda", 0)), list[bool]()
+    captures.capture(lambda: seen.append(gc.isenabled()))
+    with pytest.raises(ZeroDivisionError):
+        captures.capture(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+    assert seen == [False]
+    assert gc.isenabled()
