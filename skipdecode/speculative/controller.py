@@ -11,6 +11,7 @@ A decision affects speed only, never the tokens. Under `sampling.deterministic` 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median
 from typing import Literal
 
@@ -46,6 +47,9 @@ class Decision:
     """Tokens to draft by skipped layers."""
     ngram_tokens: dict[int, int] = field(default_factory=dict)
     """Tokens to draft after an n-gram that has occurred before, by the length of the n-gram."""
+    num_rounds: int = 1
+    """Rounds for which the decision holds, unless rows join or leave before. Several only without drafts: a small
+    model makes a token in the time that some decisions take."""
 
     @property
     def has_drafts(self) -> bool:
@@ -149,35 +153,45 @@ class SpeculationController:
             return self._estimate(rows, k, context)
         comparison = self._comparison(rows)
         if comparison.paused:
-            return Decision(comparison.pause_reason)
+            return Decision(comparison.pause_reason, num_rounds=comparison.paused)
         if comparison.plain_left and self.latency.is_timed:
             return Decision("timing_plain")
         estimate = self._estimate(rows, k, context)
         if not estimate.has_drafts:
             self._stop(rows, "no_gain")
         elif self.latency.is_timed and not self._has_proof(rows):
-            allowed_s = LOSS_SHARE * self._spent_s + LOSS_STEPS * self._plain_s(rows, context) - self._lost_s
-            return self._within(estimate, allowed_s, self._round_seconds(rows, k, context))
+            return self._within_budget(estimate, rows, k, context)
         return estimate
 
-    def _within(self, estimate: Decision, allowed_s: float, rounds_s: tuple[list[float], list[float]]) -> Decision:
-        """The decision, with drafts cut so that a round in which none is accepted loses at most `allowed_s`."""
-        by_ngrams, by_layers = (sum(took_s - took[0] <= allowed_s for took_s in took[1:]) for took in rounds_s)
-        if self.schedule.draft_tokens:  # exactly that number, or none
-            by_ngrams, by_layers = (most * (most >= self.schedule.draft_tokens) for most in (by_ngrams, by_layers))
+    def _within_budget(self, estimate: Decision, rows: int, k: int, context: int) -> Decision:
+        """The estimate, with drafts cut so that a round in which none is accepted loses no more than trials may lose;
+        or plain steps until they may lose enough for the shortest draft."""
+        plain_s = self._plain_s(rows, context)
+        allowed_s = LOSS_SHARE * self._spent_s + LOSS_STEPS * plain_s - self._lost_s
+        ngram_s, layers_s = ([took_s - took[0] for took_s in took] for took in self._round_seconds(rows, k, context))
+        by_ngrams, by_layers = (sum(lost_s <= allowed_s for lost_s in lost[1:]) for lost in (ngram_s, layers_s))
+        shortest = self.schedule.draft_tokens or 1  # where the number is given, exactly that or none
+        by_ngrams, by_layers = (most * (most >= shortest) for most in (by_ngrams, by_layers))
         ngram_tokens = {length: min(n, by_ngrams) for length, n in estimate.ngram_tokens.items() if by_ngrams}
         decision = Decision("drafted", min(estimate.layer_tokens, by_layers), ngram_tokens)
-        return decision if decision.has_drafts else Decision("slower")
+        if decision.has_drafts:
+            return decision
+        wanted = ([ngram_s] if estimate.ngram_tokens else []) + ([layers_s] if estimate.layer_tokens else [])
+        missing_s = min(lost[shortest] for lost in wanted) - allowed_s
+        return Decision("slower", num_rounds=min(max(1, ceil(missing_s / (LOSS_SHARE * plain_s))), FIRST_PAUSE))
 
-    def observe(self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float) -> None:
-        """Learns from a round that followed `decision` and gave all rows together `num_tokens` tokens."""
+    def observe(
+        self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float, num_rounds: int = 1
+    ) -> None:
+        """Learns from rounds that followed `decision` and took `took_s` together; a single one with drafts gave all
+        rows together `num_tokens` tokens."""
         if not self.schedule.adaptive:
             return
         comparison = self._comparison(rows)
-        took = took_s / self.latency.roofline_s(self.schedule.full_plan, rows, rows, context)
+        took = took_s / num_rounds / self.latency.roofline_s(self.schedule.full_plan, rows, rows, context)
         self._spent_s += took_s
         if not decision.has_drafts:
-            self._observe_plain(comparison, took)
+            self._observe_plain(comparison, took, num_rounds)
             return
         comparison.drafted.append((num_tokens / rows, took))
         if not self._has_proof(rows):
@@ -194,12 +208,12 @@ class SpeculationController:
         if comparison.num_drafted % (RECHECK_EVERY if comparison.pays else DRAFTED_ROUNDS // 2) == 0:
             self._begin_plain(comparison)
 
-    def _observe_plain(self, comparison: Comparison, took: float) -> None:
+    def _observe_plain(self, comparison: Comparison, took: float, num_rounds: int) -> None:
         if 0 < comparison.plain_left < PLAIN_ROUNDS:
             comparison.plain.append(took)
-        comparison.plain_left = max(0, comparison.plain_left - 1)
+        comparison.plain_left = max(0, comparison.plain_left - num_rounds)
         if comparison.paused:
-            comparison.paused -= 1
+            comparison.paused = max(0, comparison.paused - num_rounds)
             if not comparison.paused:
                 self._begin_plain(comparison)
 

@@ -14,6 +14,7 @@ N tokens of a pass, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -63,6 +64,18 @@ class Draws(NamedTuple):
         return Draws(self.params, self.uniforms[:, i : i + 1])
 
 
+@dataclass
+class PlainRounds:
+    """Rounds without drafts that follow one decision, for as long as the rows stay the same."""
+
+    decision: Decision
+    num_rows: int
+    context: int
+    """The mean context length at the first one."""
+    num_rounds: int = 0
+    took_s: float = 0.0
+
+
 class SpeculativeBatch(ContinuousBatch):
     """A `ContinuousBatch` at full depth whose steps are rounds: every row gets one token or several."""
 
@@ -81,6 +94,7 @@ class SpeculativeBatch(ContinuousBatch):
         self._depth = schedule.full_plan.num_layers_run
         self._device = model.device
         self._has_cuts = False
+        self._plain: PlainRounds | None = None
         self.stats: LosslessStats = LosslessStats()
         self._lossless = schedule
         self._controller = controller or SpeculationController(schedule, LatencyModel.of(model))
@@ -101,44 +115,58 @@ class SpeculativeBatch(ContinuousBatch):
         """One round."""
         begin = synchronized_time(self._device)
         self._drop_ended()
-        num_rows = len(self._members)
-        if not num_rows:
+        if not self._members:
             return
-        steps = sorted(len(member.row.tokens) - 1 for member in self._members)
-        prompts = [len(member.row.request.prompt_tokens) for member in self._members]
-        context = (sum(prompts) + sum(steps)) // num_rows + 1
-        decision = self._controller.decide(num_rows, steps[num_rows // 2], context)
-        num_tokens = self._drafted_round(decision, context) if decision.has_drafts else self._plain_round(context)
-        took_s = synchronized_time(self._device) - begin
-        self.stats.count_round(decision.outcome)
-        self._controller.observe(decision, num_rows, context, num_tokens, took_s)
+        if self._plain is None:
+            num_rows = len(self._members)
+            steps = sorted(len(member.row.tokens) - 1 for member in self._members)
+            prompts = [len(member.row.request.prompt_tokens) for member in self._members]
+            context = (sum(prompts) + sum(steps)) // num_rows + 1
+            decision = self._controller.decide(num_rows, steps[num_rows // 2], context)
+            if decision.has_drafts:
+                num_tokens = self._drafted_round(decision, context)
+                took_s = synchronized_time(self._device) - begin
+                self.stats.count_round(decision.outcome)
+                self._controller.observe(decision, num_rows, context, num_tokens, took_s)
+                return
+            self._plain = PlainRounds(decision, num_rows, context)
+        self._plain_round(self._plain)
+        self._plain.num_rounds += 1
+        self._plain.took_s += synchronized_time(self._device) - begin
+        if self._plain.num_rounds == self._plain.decision.num_rounds or self.is_done:
+            self._end_plain_rounds()
 
     def _step_of(self, member: Member) -> int:
         return len(member.row.tokens) - 1
 
     def _changed(self) -> None:
+        self._end_plain_rounds()
         self._has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
         self._proposer.keep({member.row for member in self._members})
         super()._changed()
 
-    def _plain_round(self, context: int) -> int:
-        """A plain step; how many tokens it made."""
-        begin = synchronized_time(self._device)
+    def _plain_round(self, plain: PlainRounds) -> None:
         self._feed_newest()
         self._read_output()
         rows = [member.row for member in self._members]
         for row in rows:
             row.layers.append(self._depth)
             row.ffns.append(self._depth)
-        tokens = [row.tokens[-1] for row in rows]
         if self._has_vocabulary and self.stats.decode_steps % READ_EVERY == 0:
-            self._controller.vocabulary.wrote(tokens)
-        took_s = synchronized_time(self._device) - begin
-        predicted_s = self._latency.roofline_s(self._lossless.full_plan, len(tokens), len(tokens), context)
-        self._latency.observe("plain", len(tokens), took_s, predicted_s)
-        self.stats.verify_s += took_s
+            self._controller.vocabulary.wrote([row.tokens[-1] for row in rows])
+        self.stats.count_round(plain.decision.outcome)
+
+    def _end_plain_rounds(self) -> None:
+        """Counts the plain rounds that followed one decision, and lets the controller learn from them."""
+        plain, self._plain = self._plain, None
+        if plain is None or not plain.num_rounds:
+            return
+        num_rows, num_rounds, context = plain.num_rows, plain.num_rounds, plain.context + plain.num_rounds // 2
+        predicted_s = num_rounds * self._latency.roofline_s(self._lossless.full_plan, num_rows, num_rows, context)
+        self._latency.observe("plain", num_rows, plain.took_s, predicted_s)
+        self.stats.verify_s += plain.took_s
         self.stats.model_decode_s += predicted_s
-        return len(tokens)
+        self._controller.observe(plain.decision, num_rows, context, num_rows * num_rounds, plain.took_s, num_rounds)
 
     def _drafted_round(self, decision: Decision, context: int) -> int:
         """A round with drafts; how many tokens it made."""

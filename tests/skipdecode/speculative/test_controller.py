@@ -51,27 +51,40 @@ class Machine:
 
     def decode(self, rows: int, new_tokens: int) -> None:
         """Rows end when they have their tokens, so that the batch shrinks."""
-        latency, full, left = self.controller.latency, FULL.prefill(), [new_tokens] * rows
+        left = [new_tokens] * rows
         while left:
-            k, n = new_tokens - left[0], len(left)
-            decision = self.controller.decide(n, k, 100 + k)
-            number = decision.layer_tokens
-            plain_s = latency.roofline_s(full, n, n, 100 + k)
-            took_s, made = plain_s, [1] * n
-            if number:
-                verify_s = latency.roofline_s(full, n, n * (1 + number), 100 + k) * self.slowness
-                draft_s = sum(latency.roofline_s(SKIP.step(k), n, n, 100 + k) for _ in range(number)) * self.slowness
-                took_s, made = verify_s + draft_s, [self._draft(number) for _ in left]
-                latency.observe("draft", n, draft_s, draft_s / self.slowness)
-                latency.observe("verify", n, verify_s, verify_s / self.slowness)
-            else:
-                latency.observe("plain", n, plain_s, plain_s)
-            noise = self.rng.uniform(0.95, 1.05) * (6.0 if self.rng.random() < 0.01 else 1.0)
-            self.took_s += took_s
-            self.plain_s += sum(made) / n * plain_s  # the same tokens without drafts
-            self.outcomes[decision.outcome] += 1
-            self.controller.observe(decision, n, 100 + k, sum(made), took_s * noise)
-            left = [rest - one for rest, one in zip(left, made, strict=True) if rest > one]
+            k = new_tokens - left[0]
+            decision = self.controller.decide(len(left), k, 100 + k)
+            left = self._drafted(decision, left, k) if decision.layer_tokens else self._plain(decision, left, k)
+
+    def _drafted(self, decision: Decision, left: list[int], k: int) -> list[int]:
+        """A round; what the rows that go on still want."""
+        latency, n, number = self.controller.latency, len(left), decision.layer_tokens
+        verify_s = latency.roofline_s(FULL.prefill(), n, n * (1 + number), 100 + k) * self.slowness
+        draft_s = sum(latency.roofline_s(SKIP.step(k), n, n, 100 + k) for _ in range(number)) * self.slowness
+        latency.observe("draft", n, draft_s, draft_s / self.slowness)
+        latency.observe("verify", n, verify_s, verify_s / self.slowness)
+        made = [self._draft(number) for _ in left]
+        self.took_s += verify_s + draft_s
+        self.plain_s += sum(made) / n * latency.roofline_s(FULL.prefill(), n, n, 100 + k)  # without drafts
+        self.outcomes[decision.outcome] += 1
+        self.controller.observe(decision, n, 100 + k, sum(made), (verify_s + draft_s) * self._noise())
+        return [rest - one for rest, one in zip(left, made, strict=True) if rest > one]
+
+    def _plain(self, decision: Decision, left: list[int], k: int) -> list[int]:
+        """As many rounds as the decision holds for; what the rows that go on still want."""
+        latency, n, number = self.controller.latency, len(left), min(decision.num_rounds, min(left))
+        rounds_s = [latency.roofline_s(FULL.prefill(), n, n, 100 + k + i) for i in range(number)]
+        latency.observe("plain", n, sum(rounds_s), sum(rounds_s))
+        self.took_s += sum(rounds_s)
+        self.plain_s += sum(rounds_s)
+        self.outcomes[decision.outcome] += number
+        noisy_s = sum(one_s * self._noise() for one_s in rounds_s)
+        self.controller.observe(decision, n, 100 + k, n * number, noisy_s, number)
+        return [rest - number for rest in left if rest > number]
+
+    def _noise(self) -> float:
+        return self.rng.uniform(0.95, 1.05) * (6.0 if self.rng.random() < 0.01 else 1.0)
 
     def _draft(self, number: int) -> int:
         accepted = 0

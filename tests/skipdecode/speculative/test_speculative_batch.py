@@ -203,11 +203,14 @@ def test_every_round_is_observed_and_counted_by_its_outcome(models: dict[str, De
     heard = Counter[str]()
 
     class Listening(SpeculationController):
-        def observe(self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float) -> None:
-            super().observe(decision, rows, context, num_tokens, took_s)
-            heard[decision.outcome] += 1
+        def observe(
+            self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float, num_rounds: int = 1
+        ) -> None:
+            super().observe(decision, rows, context, num_tokens, took_s, num_rounds)
+            heard[decision.outcome] += num_rounds
             assert took_s > 0
-            assert num_tokens >= rows
+            assert num_tokens >= rows * num_rounds
+            assert num_rounds <= decision.num_rounds
 
     model, schedule = models["opt"], Lossless(L, Unified(L, 2), None, True)
     controller = Listening(schedule, LatencyModel(model.config, 4, None, Ceilings(1e12, 1e10, 1e-6)))
