@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import ray
 
@@ -24,6 +25,8 @@ from skipdecode.schedules.lossless import Lossless, stored_drafts
 from skipdecode.schedules.schedule import Schedule
 from skipdecode.schedules.trained import why_untuned
 
+PrefillMethod = Literal["full", "swiftkv"]
+
 
 @dataclass(frozen=True)
 class ResolvedModel:
@@ -34,6 +37,7 @@ class ResolvedModel:
     """Its name in the configuration."""
     config: DecoderConfig
     decode: dict[str, Json]
+    prefill: PrefillMethod = "full"
     adapter: Path | None = None
     """The folder of the LoRA adapter to merge into it."""
     front: str = ""
@@ -50,12 +54,13 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
         decode = resolve_decode(config, model_config, log)
         new = config.sampling.max_new_tokens
         schedule = make_schedule(decode, num_layers=model_config.num_hidden_layers, max_new_tokens=new)
-        check_lossless(decode, config.prefill.method)
+        prefill = resolve_prefill(config, model_config)
+        check_lossless(decode, prefill)
         if model_config.implementation == "transformers":
             check_wrapped(config, decode)
         if config.actors.num_devices > 1:
-            check_placement(config, schedule)
-        if config.prefill.method == "swiftkv" and model_config.swiftkv is None:
+            check_placement(config, schedule, prefill)
+        if prefill == "swiftkv" and model_config.swiftkv is None:
             raise ConfigError(
                 "prefill.method",
                 "'swiftkv' needs a checkpoint that carries SwiftKV's weights, and config.json of this "
@@ -67,7 +72,7 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
                 f"{new} leaves no room for a prompt in the model's {model_config.max_position_embeddings} positions",
             )
         check_tokens(config, model_config, tokenizer)
-        model = ResolvedModel(folder, config.model.source, model_config, decode, adapter, tokenizer.front_text)
+        model = ResolvedModel(folder, config.model.source, model_config, decode, prefill, adapter, tokenizer.front_text)
         remarks = [foreign_swiftkv(model, config), untuned(model, config), full_by_default(model, config)]
     except ValueError as error:
         raise ConfigError.parse(error) from error
@@ -93,7 +98,7 @@ def check_tokens(config: JobConfig, model_config: DecoderConfig, tokenizer: Toke
 
 def foreign_swiftkv(model: ResolvedModel, config: JobConfig) -> str | None:
     """A warning where an adapter is merged into a model whose SwiftKV weights were trained without it."""
-    if config.prefill.method != "swiftkv" or model.adapter is None:
+    if model.prefill != "swiftkv" or model.adapter is None:
         return None
     return (
         f"warning: prefill.method=swiftkv: SwiftKV's weights in {model.source} were taken from it without "
@@ -167,10 +172,16 @@ def resolve_decode(config: JobConfig, model_config: DecoderConfig, log: Log) -> 
             stored = {"method": "skipdecode", "speedup": 2} if lossless["lossless"] else {"method": "full"}
         decode = {key: value for key, value in stored.items() if key not in LOSSLESS_KEYS}
     if skip is not None:
-        decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, config.prefill.method, model_config, log)}
+        decode |= {"ffn_skip": resolve_ffn_skip(skip, decode, resolve_prefill(config, model_config), model_config, log)}
     return decode | {
         key: value for key, value in lossless.items() if lossless["lossless"] or value not in (False, "auto")
     }
+
+
+def resolve_prefill(config: JobConfig, model_config: DecoderConfig) -> PrefillMethod:
+    """`prefill.method`, else what the checkpoint was released to run with; drafts are for the whole prompt."""
+    default: PrefillMethod = "full" if config.decode.lossless else model_config.default_prefill
+    return config.prefill.method or default
 
 
 def check_drafts(decode: dict[str, Json], model_config: DecoderConfig) -> None:
@@ -236,13 +247,13 @@ def check_exact_drafts(
         )
 
 
-def check_placement(config: JobConfig, schedule: Schedule) -> None:
+def check_placement(config: JobConfig, schedule: Schedule, prefill: PrefillMethod) -> None:
     """ConfigError for what cannot run with the layers split over several GPUs."""
     gpus = config.actors.num_devices
     if schedule.num_layers < gpus:
         raise ConfigError("actors.num_gpus", f"{gpus} GPUs for {schedule.num_layers} layers; use at most as many")
     cause = None
-    if config.prefill.method == "swiftkv":
+    if prefill == "swiftkv":
         cause = "prefill.method", "SwiftKV writes the keys of many layers at once; use prefill.method=full"
     elif isinstance(schedule, Lossless):
         cause = "decode.lossless", "rows that get several tokens at a time go through one device; use lossless=false"

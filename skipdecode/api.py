@@ -38,13 +38,15 @@ class TextModel:
     model: Decoder
     tokenizer: Tokenizer
 
-    def schedule(self, max_new_tokens: int, prefill: str, decode: dict[str, Any]) -> Schedule:
+    def schedule(self, max_new_tokens: int, prefill: str | None, decode: dict[str, Any]) -> Schedule:
         """The schedule that `decode` asks for, else the one that the checkpoint carries, else full depth."""
         config = self.model.config
         given = {key: value for key, value in decode.items() if value is not None}
         skip = given.pop("ffn_skip", None)
         base = {"method": "skipdecode"} | given if given else dict(config.skip_decode or {"method": "full"})
-        return listed_schedule(config, base | {"ffn_skip": skip, "prefill": prefill}, max_new_tokens)
+        return listed_schedule(
+            config, base | {"ffn_skip": skip, "prefill": prefill or config.default_prefill}, max_new_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def generate(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     logprobs: int | None = None,
-    prefill: str = "full",
+    prefill: str | None = None,
     batch_size: int = 32,
     **keys: Any,
 ) -> list[Generated]:
@@ -126,9 +128,10 @@ def generate(
 
     `keys` are the other keys of `sampling:` in a configuration (min_p, repetition_penalty, logit_bias, ...) and those
     of `decode:` (method, speedup, max_layers, ...) but for JOB_KEYS; without any of the latter the checkpoint's own
-    schedule is used, or full depth where it carries none. A row's random numbers depend on seed, id and step alone;
-    `ids` are "0", "1", ... by default. `logprobs` asks for the log-probability of each new token and of so many of the
-    likeliest ones. ValueError names an argument that is not valid, before anything is decoded.
+    schedule is used, or full depth where it carries none. `prefill`: full or swiftkv; None for what the checkpoint was
+    released to run with. A row's random numbers depend on seed, id and step alone; `ids` are "0", "1", ... by default.
+    `logprobs` asks for the log-probability of each new token and of so many of the likeliest ones. ValueError names an
+    argument that is not valid, before anything is decoded.
     """
     if of_jobs := keys.keys() & JOB_KEYS:
         raise TypeError(f"generate() has no {min(of_jobs)!r}: it is a key of jobs (`skipdecode generate`)")

@@ -57,7 +57,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         batch_size: int = 32,
         max_gen_toks: int = 256,
         max_length: int | None = None,
-        prefill: str = "full",
+        prefill: str | None = None,
         seed: int = 0,
         adapter: str | None = None,
         dtype: str = "auto",

@@ -139,8 +139,9 @@ class DecodeConfig(Section):
 
 
 class PrefillConfig(Section):
-    method: Literal["full", "swiftkv"] = "full"
-    """swiftkv: prompt tokens skip the upper layers; needs a checkpoint that carries SwiftKV's weights."""
+    method: Literal["full", "swiftkv"] | None = None
+    """swiftkv: prompt tokens skip the upper layers; needs a checkpoint that carries SwiftKV's weights. null: swiftkv
+    for a checkpoint that was released to run that way (`llama_swiftkv`), unless `decode.lossless` is set; else full."""
 
 
 class SwiftKVSection(Section):

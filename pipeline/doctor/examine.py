@@ -207,7 +207,7 @@ def choice(
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device.type, lacking)
     new = config.sampling.max_new_tokens
     buckets = [b for b in config.actors.length_buckets if b + new <= model.config.max_position_embeddings]
-    swiftkv = model.config.swiftkv_layer(config.prefill.method)
+    swiftkv = model.config.swiftkv_layer(model.prefill)
     layers = model.config.num_hidden_layers
     schedule = make_schedule(model.decode, num_layers=layers, max_new_tokens=new, swiftkv_from=swiftkv)
     shape = {"num_new": new, "itemsize": getattr(torch, dtype).itemsize}

@@ -110,7 +110,7 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
             "torch": version_of("torch"),
             "model": config.model.source,
             "decode": model.decode,
-            "prefill": config.prefill.method,
+            "prefill": model.prefill,
             "prompts": num_prompts,
             "tokens": num_tokens,
             "config": config.model_dump(mode="json"),
@@ -160,10 +160,8 @@ def check_keys(config: CalibrateConfig) -> None:
     given = {key: getattr(config.decode, key) for key in sorted(config.decode.model_fields_set)}
     if any(value is not None for key, value in given.items() if (key, value) != ("method", "full")):
         raise ConfigError("decode", f"drafts are for full depth, and looked for by target=drafts; leave out {given}")
-    if config.prefill.method != "full":
-        raise ConfigError(
-            "prefill.method", f"full depth, which drafts are for, has no {config.prefill.method} prompt; leave it full"
-        )
+    if config.prefill.method == "swiftkv":
+        raise ConfigError("prefill.method", "full depth, which drafts are for, has no SwiftKV prompt; use full")
     if twice := [size for at, size in enumerate(config.batch_sizes) if size in config.batch_sizes[:at]]:
         raise ConfigError("batch_sizes", f"{twice[0]} is there twice; name each size once")
 
@@ -192,7 +190,7 @@ def write_texts(
             tokenizer=config.model.tokenizer,
             adapter=None if model.adapter is None else str(model.adapter),
             decode=model.decode,
-            prefill=config.prefill.method,
+            prefill=model.prefill,
             implementation=model.config.implementation,
             dtype=config.model.dtype,
             device=config.device,

@@ -179,7 +179,7 @@ class RunPolicy:
     """Its digest."""
     tokenizer: str | None
     decode: Decode
-    prefill: Literal["full", "swiftkv"]
+    prefill: str
     dtype: str
     quantization: Quantization | None
     max_new_tokens: int
@@ -198,7 +198,7 @@ class RunPolicy:
             adapter_files=str(fingerprint["model.adapter"]),
             tokenizer=config["model"]["tokenizer"],
             decode=state["decode"],
-            prefill=config["prefill"]["method"],
+            prefill=str(fingerprint["prefill.method"]),
             dtype=str(fingerprint["model.dtype"] if quantization else config["model"]["dtype"]),
             quantization=quantization,
             max_new_tokens=config["sampling"]["max_new_tokens"],

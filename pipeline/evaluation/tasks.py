@@ -109,7 +109,7 @@ def evaluate_tasks(config: TasksConfig, log: Log) -> TasksDocument:
         tokenizer=config.model.tokenizer or config.model.source,
         batch_size=config.batch_size,
         max_gen_toks=config.max_new_tokens,
-        prefill=config.prefill.method,
+        prefill=checked.prefill,
         seed=config.seed,
         **config.decode.model_dump(exclude_defaults=True, exclude={"prefix"}),
     )
@@ -131,7 +131,7 @@ def evaluate_tasks(config: TasksConfig, log: Log) -> TasksDocument:
         "num_documents": {task: count["effective"] for task, count in found["n-samples"].items()},
         "model": config.model.source,
         "decode": checked.decode,
-        "prefill": config.prefill.method,
+        "prefill": checked.prefill,
         "lm_eval": version_of("lm_eval"),
         "measured_on": dict(device_facts(device)),
     }

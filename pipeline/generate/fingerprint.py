@@ -45,11 +45,12 @@ def fingerprint(
     chat: ChatTemplate | None = None,
     *,
     implementation: Implementation,
+    prefill: str,
 ) -> Fingerprint:
-    """`decode`, `dtype`, `implementation`: as resolved, never "auto"; `chat`: None where no prompt goes through it. A
-    resumed run must agree in every entry."""
+    """`decode`, `dtype`, `implementation`, `prefill`: as resolved, never "auto"; `chat`: None where no prompt goes
+    through it. A resumed run must agree in every entry."""
     entries: Fingerprint = {"code_version": CODE_VERSION, "model.dtype": dtype, IMPLEMENTATION: implementation}
-    entries |= _settings(config, decode)
+    entries |= _settings(config, decode, prefill)
     if config.sampling.deterministic:
         entries["actors.batch_size"] = config.actors.batch_size
         entries["actors.length_buckets"] = list(config.actors.length_buckets)
@@ -63,16 +64,16 @@ def fingerprint(
     return {key: list(value) if isinstance(value, tuple) else value for key, value in entries.items()}
 
 
-def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
+def _settings(config: JobConfig, decode: dict[str, Json], prefill: str) -> Fingerprint:
     """The entries that the configuration alone decides."""
     entries: Fingerprint = {"model.quantization": config.model.quantization, "decode.prefix": config.decode.prefix}
     skip = decode.get("ffn_skip")
     entries |= {f"decode.{key}": value for key, value in decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
+    entries["prefill.method"] = prefill
     entries["decode.lossless"] = bool(decode.get("lossless"))  # how many tokens are drafted, if any, changes none
     entries |= {f"decode.ffn_skip.{key}": value for key, value in (skip if isinstance(skip, dict) else {}).items()}
     for section, names in (
         ("sampling", None),
-        ("prefill", None),
         ("input", (*PROMPT_SOURCES, *INPUT_KEYS)),
         ("limits", ("max_line_bytes",)),
     ):
@@ -84,7 +85,7 @@ def _settings(config: JobConfig, decode: dict[str, Json]) -> Fingerprint:
 def defaults() -> Fingerprint:
     """What an entry means in the fingerprint of an older version (1.0 or newer) that did not have it yet: the default
     of its configuration key. An entry that no configuration key decides belongs here, too, when it is added."""
-    return {IMPLEMENTATION: "own"} | _settings(JobConfig(), DecodeConfig().model_dump(mode="json"))
+    return {IMPLEMENTATION: "own"} | _settings(JobConfig(), DecodeConfig().model_dump(mode="json"), "full")
 
 
 def list_files(plan: InputPlan) -> list[FileEntry]:

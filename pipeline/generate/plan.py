@@ -108,7 +108,14 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     if earlier is None and chat is not None and (remark := remark_on_last_messages(plan, config.input)):
         log(remark)
     run_fingerprint = fingerprint(
-        config, model.decode, model.folder, dtype, plan, chat, implementation=model.config.implementation
+        config,
+        model.decode,
+        model.folder,
+        dtype,
+        plan,
+        chat,
+        implementation=model.config.implementation,
+        prefill=model.prefill,
     )
     began = started_at(earlier)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC), columns=columns)

@@ -66,7 +66,7 @@ def make_generator_config(
         tokenizer=paths.tokenizer,
         adapter=paths.adapter,
         decode=model.decode,
-        prefill=config.prefill.method,
+        prefill=model.prefill,
         implementation=model.config.implementation,
         dtype=dtype,
         quantization=config.model.quantization,

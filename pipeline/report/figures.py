@@ -109,7 +109,7 @@ def _counted(
         "documents": state["input"]["documents"],
         "model": state["model"],
         "decode": decode,
-        "prefill": state["config"]["prefill"]["method"],
+        "prefill": str(state["fingerprint"]["prefill.method"]),
     }
 
 

@@ -113,10 +113,6 @@ def config_remarks(folder: Path, config: DecoderConfig) -> list[str]:
             f"{folder / TOKENIZER_FILE}: its eos_token {content!r} ({number}) ends no text here, nor in transformers' "
             f"generate ({config.eos_token_ids} does); sampling.stop_token_ids=[{number}] ends answers at it"
         )
-    if config.swiftkv is not None and config.model_type == "llama_swiftkv":
-        remarks.append(
-            f"{folder}: was made for prefill.method=swiftkv; full, the default, runs the model that it was made from"
-        )
     if config.rope is not None and config.rope.scaling == "longrope":
         remarks.append(
             f"{folder / CONFIG_FILE}: with longrope a row may have {config.max_position_embeddings} tokens, where its "

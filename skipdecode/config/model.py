@@ -296,6 +296,11 @@ class DecoderConfig:
         wanted = (self.pad_token_id, *self.eos_token_ids)  # some checkpoints have -1, or an id beyond the vocabulary
         return next((token for token in wanted if token is not None and 0 <= token < self.vocab_size), 0)
 
+    @property
+    def default_prefill(self) -> Literal["full", "swiftkv"]:
+        """The `prefill.method` that the checkpoint was released to run with."""
+        return "full"
+
     def swiftkv_layer(self, prefill: str) -> int | None:
         """The layer before which prompt tokens stop under `prefill.method`; None: they run all layers."""
         return self.swiftkv.kv_layers if prefill == "swiftkv" and self.swiftkv is not None else None

@@ -6,7 +6,7 @@ share keys by `kv_sharing_map` or have feed-forward blocks of their own, are ref
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from skipdecode.config.json_files import check_flag, check_size
 from skipdecode.config.model import DecoderConfig, SwiftKVConfig
@@ -34,6 +34,10 @@ class LlamaSwiftKVConfig(LlamaConfig):
             size = raw.get("key_value_group_size")
             known["swiftkv"] = SwiftKVConfig(own, 1 if size is None else check_size("key_value_group_size", size))
         return known
+
+    @property
+    def default_prefill(self) -> Literal["full", "swiftkv"]:
+        return "full" if self.swiftkv is None else "swiftkv"
 
     def to_dict(self) -> dict[str, Any]:
         raw = super().to_dict()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from jobs import generate
-from pipeline.checkpoint import check_model, resolve_decode
+from pipeline.checkpoint import check_model, resolve_decode, resolve_prefill
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model, save_model
+from skipdecode.config.model import SwiftKVConfig
+from skipdecode.families import released
+from skipdecode.families.llama_swiftkv import as_llama_swiftkv
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.trained import SCHEDULE_FILE, TRAINED_FILE
 from tests.support.lora_adapters import write_adapter
@@ -182,6 +186,17 @@ def test_an_adapter_says_it_too(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert (
         "tuned for decode.method=skipdecode with 2 layers or more, and this schedule comes down to 1 of 6 layers" in log
     )
+
+
+def test_the_prompt_of_a_checkpoint_that_was_released_with_swiftkv() -> None:
+    llama = released("tinyllama-1.1b")
+    swiftkv = replace(llama, swiftkv=SwiftKVConfig(llama.num_hidden_layers // 2))
+    for config, default in ((swiftkv, "full"), (as_llama_swiftkv(swiftkv), "swiftkv")):
+        assert resolve_prefill(JobConfig(), config) == default
+        for method in ("full", "swiftkv"):
+            given = JobConfig.model_validate({"prefill": {"method": method}})
+            assert resolve_prefill(given, config) == method
+        assert resolve_prefill(JobConfig.model_validate({"decode": {"lossless": True}}), config) == "full"
 
 
 def test_swiftkv_that_was_made_without_the_adapter(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_carried_schedule_that_is_none_is_named_before_anything_is_decoded(
         (["batch_sizes=[1000000000]"], "batch_sizes: 1000000000 rows are too many: there is room for"),
         (["decode.method=skipdecode"], "decode: drafts are for full depth, and looked for by target=drafts; leave out"),
         (["decode.lossless=auto"], "decode.lossless: "),
-        (["prefill.method=swiftkv"], "prefill.method: full depth, which drafts are for, has no swiftkv prompt"),
+        (["prefill.method=swiftkv"], "prefill.method: full depth, which drafts are for, has no SwiftKV prompt"),
         (["model.quantization=int8"], "model.quantization: "),
     ],
 )

@@ -46,7 +46,8 @@ def take(place: Path, **overrides: Any) -> tuple[dict[str, Any], Any]:
     decode = resolve_decode(config, read_config(place / "model"), print)
     plan = make_plan(config.input)
     dtype = resolve_dtype(config.model.dtype, "cpu", (look(),))
-    return fingerprint(config, decode, place / "model", dtype, plan, implementation="own"), plan
+    prefill = config.prefill.method or "full"
+    return fingerprint(config, decode, place / "model", dtype, plan, implementation="own", prefill=prefill), plan
 
 
 def refused(place: Path, state: dict[str, Any], *keys: str, **overrides: Any) -> str:

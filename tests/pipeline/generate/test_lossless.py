@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_more_drafts_but_not_without(tmp_path: Path, tiny_che
     def take(**overrides: Any) -> tuple[dict[str, Any], Any]:
         config = config_of(tiny_checkpoint, input__path=[str(tmp_path / "in")], decode=SKIP, **overrides)
         decode, plan = resolve_decode(config, read_config(tiny_checkpoint), print), make_plan(config.input)
-        return fingerprint(config, decode, tiny_checkpoint, "float32", plan, implementation="own"), plan
+        return fingerprint(config, decode, tiny_checkpoint, "float32", plan, implementation="own", prefill="full"), plan
 
     def state_of(prints: dict[str, Any], plan: Any) -> Any:
         return json.loads(json.dumps({"fingerprint": prints, "input": {"files": list_files(plan)}}))

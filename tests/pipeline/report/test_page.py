@@ -21,9 +21,9 @@ STATE: dict[str, Any] = {
     "former": [], "files": {"data/status=ok/part-0-0-0.parquet": [5, ""]},
     "version": "1.0.0", "state": "finished", "sessions": [{"id": "0" * 12, "started_at": 0.0, "ended_at": 100.0}],
     "books": {"input": 5, "ok": 4, "failed": 1, "closed": True}, "decode": {"method": "skipdecode", "speedup": 2},
-    "model": {"source": "m", "layers": 24}, "fingerprint": {"model.files": "abc"},
+    "model": {"source": "m", "layers": 24}, "fingerprint": {"prefill.method": "full", "model.files": "abc"},
     "input": {"documents": 5},
-    "config": {"actors": {"price_per_hour": None}, "sampling": {"max_new_tokens": 8}, "prefill": {"method": "full"},
+    "config": {"actors": {"price_per_hour": None}, "sampling": {"max_new_tokens": 8},
                "baseline": {"fraction": 0.02}},
 }  # fmt: skip
 

@@ -99,8 +99,8 @@ STATE: dict[str, Any] = {
     "former": [], "files": {"data/status=ok/part-0-0-0.parquet": [5, ""]},
     "version": "1.0.0", "state": "finished", "sessions": [{"id": "0" * 12, "started_at": 0.0, "ended_at": 10_000.0}],
     "books": {"input": 5, "ok": 5, "failed": 0, "closed": True}, "decode": {"method": "skipdecode", "speedup": 2},
-    "model": {"source": "m", "layers": 24}, "fingerprint": {}, "input": {"documents": 5},
-    "config": {"actors": {"price_per_hour": None}, "sampling": {"max_new_tokens": 8}, "prefill": {"method": "full"},
+    "model": {"source": "m", "layers": 24}, "fingerprint": {"prefill.method": "full"}, "input": {"documents": 5},
+    "config": {"actors": {"price_per_hour": None}, "sampling": {"max_new_tokens": 8},
                "baseline": {"fraction": 0.02}},
 }  # fmt: skip
 
