@@ -31,6 +31,7 @@ KEY_FIGURES: dict[str, tuple[str, ...]] = {
 }
 """Figures of report.json that the document on stdout repeats, and which of their parts; (): all."""
 LOW_AGREEMENT = 0.5  # a tuned model is well above it, although its texts differ from some token on
+HALF = 0.5  # of the answers
 MAX_CHARS = 1000  # of the document
 
 
@@ -120,6 +121,11 @@ def summarize(finished: "RunResult") -> None:
         log(f"{cut} of {report['completed']} answers were cut off at sampling.max_new_tokens")
     if loops := report["finish_reasons"].get("repetition"):
         log(f"{loops} of {report['completed']} answers were loops, and ended by sampling.repetition_detection")
+    reasoning = report["reasoning"]
+    if reasoning["tokens"] is not None:
+        log(f"{reasoning['tokens']} of {report['total_output_tokens']} output tokens were reasoning")
+    if remark := unfinished_reasoning(reasoning["unfinished"]):
+        log(remark)
     if errors := report.get("errors"):
         most_first = sorted(errors, key=lambda code: -errors[code])
         counts = ", ".join(f"{errors[code]} {code}" for code in most_first)
@@ -138,6 +144,17 @@ def kernels_in_words(report: dict[str, Any]) -> list[str]:
     used, slow = backends(report["actors"]), slow_workers(report["actors"])
     lines = [f"kernels: {used}"] if used else []
     return [*lines, f"warning: decoding was slower than it could be: {slow}"] if slow else lines
+
+
+def unfinished_reasoning(share: float) -> str:
+    """One line for `summarize` where most answers are reasoning alone; else empty."""
+    if share <= HALF:
+        return ""
+    return (
+        f"{100 * share:.0f} % of the answers were cut off while the model was thinking, and hold nothing else: set "
+        "input.chat_template_kwargs={enable_thinking: false}, where the chat template reads it, or a larger "
+        "sampling.max_new_tokens"
+    )
 
 
 def low_agreement(report: dict[str, Any]) -> str:

@@ -75,6 +75,22 @@ def score_schema(asked: Asked) -> pa.Schema:
     return pa.schema([pa.field(name, type_) for name, type_, is_on in fields if is_on])
 
 
+REASONING: Final = "reasoning"
+NUM_REASONING_TOKENS: Final = "num_reasoning_tokens"
+REASONING_SCHEMA: Final = pa.schema(
+    [
+        pa.field(REASONING, pa.string()),  # null in rows without any
+        pa.field(NUM_REASONING_TOKENS, pa.int32()),  # of num_generated_tokens, with the marks
+    ]
+)
+"""Columns after those above in runs with `output.reasoning_parser`; `generated_text` is then without the reasoning."""
+
+
+def asked_schema(asked: Asked, reasoning_parser: str | None) -> pa.Schema:
+    """The columns after `OUTPUT_SCHEMA` that the configuration asks for."""
+    return pa.schema([*score_schema(asked), *(REASONING_SCHEMA if reasoning_parser else ())])
+
+
 CHOICE: Final = "openai_choice"
 """Text, `logprobs` and `is_valid` of the answer to an OpenAI batch line, as JSON. The column is there if some line asks
 for more than text, and null for lines that do not."""
@@ -114,7 +130,7 @@ SAMPLING: Final = "_sampling"  # string: JSON object with this row's own samplin
 
 RESERVED_COLUMNS: Final = frozenset(OUTPUT_SCHEMA.names) | {STATUS, PROMPT_TOKENS, SAMPLING}
 """An input column with one of these names is refused before the start, as are those of `SOURCE_SCHEMA` and
-`score_schema` in runs that have them."""
+`asked_schema` in runs that have them."""
 
 PROMPT_MISSING: Final = "prompt_missing"
 PROMPT_NOT_TEXT: Final = "prompt_not_text"

@@ -25,6 +25,8 @@ class ServerSettings(Protocol):
     @property
     def sampling(self) -> Section: ...
     @property
+    def output(self) -> Section: ...
+    @property
     def batches(self) -> BatchesSection: ...
     @property
     def limits(self) -> Any: ...
@@ -40,6 +42,7 @@ def job_settings(server: ServerSettings) -> dict[str, Any]:
         "decode": server.decode.model_dump(mode="json", exclude_unset=True),
         "prefill": server.prefill.model_dump(mode="json"),
         "sampling": server.sampling.model_dump(mode="json"),
+        "output": server.output.model_dump(mode="json"),
         "actors": server.batches.actors.model_dump(mode="json"),
         "baseline": {"fraction": 0.0},
         "limits": {"max_failed_rows": 1.0, "max_line_bytes": server.limits.max_body_bytes},
@@ -59,7 +62,12 @@ def job_config(own: ClientStorage, record: BatchRecord, window_s: float) -> JobC
         {
             **job,
             "input": {"path": [own.input_path(record["id"])], "format": "openai_batch"},
-            "output": {"path": own.run_path(record["id"]), "if_exists": "resume", "model_name": record["model"]},
+            "output": {
+                **job.get("output", {}),
+                "path": own.run_path(record["id"]),
+                "if_exists": "resume",
+                "model_name": record["model"],
+            },
             "limits": {**job["limits"], "window_s": max(window_s, 0.001)},
         },
     )

@@ -42,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "OutputConfig",
     "PrefillConfig",
+    "ReasoningParser",
     "SamplingConfig",
     "Section",
     "SwiftKVSection",
@@ -60,6 +61,7 @@ else:
 MAX_LINE_BYTES = 64 << 20  # a prompt may have 30 MB
 MAX_SAMPLES = 1024  # per prompt
 
+ReasoningParser = Literal["think"]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
@@ -294,6 +296,9 @@ class OutputConfig(Section):
     """What to do if the folder is not empty; `--resume` and `--overwrite` set it."""
     model_name: Annotated[str, Field(min_length=1)] | None = None
     """The `model` that OpenAI answer lines name; null: `model.source`."""
+    reasoning_parser: ReasoningParser | None = None
+    """think: what a model writes between `<think>` and `</think>` before it answers goes to the column `reasoning`, and
+    `generated_text` is the answer alone. null: the text stays whole."""
 
 
 Auto = Literal["auto"]

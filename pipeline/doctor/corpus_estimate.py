@@ -10,7 +10,7 @@ from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, 
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
 from pipeline.estimate.sample import sample_rows
 from pipeline.formatting import Log
-from pipeline.generate.plan import check_score_columns, find_chat_template, unused_chat_template, used_chat_template
+from pipeline.generate.plan import check_asked_columns, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.generate.stage_config import make_sampling, make_tokenize_config
 from pipeline.input.files import Listing
 from pipeline.input.input_plan import columns_of, plan_input
@@ -36,7 +36,7 @@ def estimate(config: JobConfig, listing: Listing, worker: Worker, actors: int, l
     assert worker.model is not None
     scans = [scan_file(listing, index, config.input)[0] for index in range(len(listing.files))]
     plan = plan_input(listing, scans, config.input)
-    check_score_columns(plan, config)
+    check_asked_columns(plan, config)
     chat = find_chat_template(config, worker.model)
     if remark := unused_chat_template(chat, config, listing.format):
         log(remark)

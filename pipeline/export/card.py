@@ -39,6 +39,8 @@ SCORES: Final = {
     "prompt_logprobs": "log-probability of each token of the prompt at full depth; null for the first",
     "is_valid": "whether the answer has the structure that the run asked for; an answer that was cut off has not",
     "prompt_top_logprobs": "the most likely tokens at each position of the prompt",
+    "reasoning": "what the model wrote before it answered (`<think>`)",
+    "num_reasoning_tokens": "tokens of the answer that are reasoning",
 }
 """Columns of runs that ask for them; otherwise a column of that name comes from the corpus."""
 
@@ -79,9 +81,7 @@ def make_card(plan: ExportPlan) -> str:
         "skipdecode": facts,
     }
     text = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
-    sampling = plan.state["config"]["sampling"]
-    asks = sampling.get("logprobs") is not None or sampling.get("prompt_logprobs")
-    meanings = MEANINGS | (SCORES if asks else {})
+    meanings = MEANINGS | {name: SCORES[name] for name in _asked(plan.state)}
     columns = [
         f"| {_cell(f.name)} | {_cell(str(f.type))} | {meanings.get(f.name, 'column of the corpus')} |"
         for f in plan.schema
@@ -119,6 +119,15 @@ def card_facts(plan: ExportPlan) -> dict[str, Json]:
         "rows": plan.num_rows,
         "date": _date(state),
     }
+
+
+def _asked(state: RunState) -> list[str]:
+    """The columns of SCORES that the run has made itself."""
+    sampling, output = state["config"]["sampling"], state["config"].get("output", {})
+    has_scores = sampling.get("logprobs") is not None or sampling.get("prompt_logprobs")
+    names = [name for name in SCORES if has_scores and name.endswith("logprobs")]
+    names += ["is_valid"] if sampling.get("structured_outputs") else []
+    return names + (["reasoning", "num_reasoning_tokens"] if output.get("reasoning_parser") else [])
 
 
 def _date(state: RunState) -> str:

@@ -75,6 +75,7 @@ def _settings(config: JobConfig, decode: dict[str, Json], prefill: str) -> Finge
     for section, names in (
         ("sampling", None),
         ("input", (*PROMPT_SOURCES, *INPUT_KEYS)),
+        ("output", ("reasoning_parser",)),
         ("limits", ("max_line_bytes",)),
     ):
         values: dict[str, Json] = getattr(config, section).model_dump(mode="json")

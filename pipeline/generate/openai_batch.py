@@ -20,7 +20,16 @@ import pyarrow.parquet as pq
 from pipeline.formatting import Json
 from pipeline.input.line_reader import RowError
 from pipeline.input.openai_rows import CHAT_URLS, requested_samples
-from pipeline.schema import CHOICE, DUPLICATE_ID, IS_VALID, SAMPLE, SOURCE_ID
+from pipeline.schema import (
+    CHOICE,
+    DUPLICATE_ID,
+    IS_VALID,
+    NUM_REASONING_TOKENS,
+    REASONING,
+    REASONING_SCHEMA,
+    SAMPLE,
+    SOURCE_ID,
+)
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import LinesRecord, RunState
 
@@ -47,6 +56,8 @@ class AnswerRow(TypedDict):
     is_chat: NotRequired[bool]
     openai_choice: NotRequired[str | None]
     is_valid: NotRequired[bool | None]
+    reasoning: NotRequired[str | None]
+    num_reasoning_tokens: NotRequired[int]
     samples: NotRequired[int]
     """Rows that its line became, or NOT_KNOWN."""
 
@@ -57,13 +68,17 @@ def answer_line(rows: Sequence[AnswerRow], model: str, created: int) -> dict[str
     own = first.get("source_id", first["id"])
     read, made = first["num_input_tokens"], sum(row["num_generated_tokens"] for row in rows)
     choices: list[Json] = [_choice(row, index, is_chat) for index, row in enumerate(rows)]
+    usage: dict[str, Json] = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    if is_chat and NUM_REASONING_TOKENS in first:
+        num_tokens = sum(row["num_reasoning_tokens"] for row in rows)
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
     body: dict[str, Json] = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{own}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made},
+        "usage": usage,
     }
     response: dict[str, Json] = {"status_code": 200, "request_id": f"req-{own}", "body": body}
     return {"id": f"batch_req_{own}", "custom_id": own, "response": response, "error": None}
@@ -74,7 +89,10 @@ def _choice(row: AnswerRow, index: int, is_chat: bool) -> dict[str, Json]:
     if (choice := row.get("openai_choice")) is not None:
         part |= json.loads(choice)
     text, is_valid = part["text"], part["is_valid"]
-    said: dict[str, Json] = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    message: dict[str, Json] = {"role": "assistant", "content": text}
+    if REASONING in row:
+        message["reasoning_content"] = row["reasoning"]
+    said: dict[str, Json] = {"message": message} if is_chat else {"text": text}
     said |= {"logprobs": part["logprobs"], "finish_reason": row["finish_reason"]}
     return {"index": index, **said} | ({} if is_valid is None else {"is_valid": is_valid})
 
@@ -175,7 +193,7 @@ def _key(row: AnswerRow) -> str:
 
 def _size(row: AnswerRow) -> int:
     """Approximate bytes of a row as a Python object."""
-    texts = row["generated_text"], row["error_message"], row.get("openai_choice") or ""
+    texts = row["generated_text"], row["error_message"], row.get("openai_choice") or "", row.get("reasoning") or ""
     return 500 + sum(map(len, texts))
 
 
@@ -284,7 +302,7 @@ def _rows(folder: RunFolder, paths: Sequence[str], samples: int) -> Iterator[Ans
     for path in paths:
         with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
             names = file.schema_arrow.names
-            own = [name for name in ("url", CHOICE, IS_VALID) if name in names]
+            own = [name for name in ("url", CHOICE, IS_VALID, *REASONING_SCHEMA.names) if name in names]
             wanted = [*COLUMNS, *own, *(SOURCES if SOURCE_ID in names else ())]
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=wanted):
                 for row in batch.to_pylist():

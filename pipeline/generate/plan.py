@@ -29,7 +29,7 @@ from pipeline.input.input_plan import InputPlan, columns_of, plan_input, unread_
 from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.sample_prompts import remark_on_fronts, remark_on_last_messages
 from pipeline.input.scan import FileScan
-from pipeline.schema import score_schema
+from pipeline.schema import asked_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from skipdecode.backends.choice import VARIABLE
@@ -93,7 +93,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, log, sum_ids=index_all or not is_finished)
     plan = plan_input(listing, scans, config.input)
-    check_score_columns(plan, config)
+    check_asked_columns(plan, config)
     id_sum = sum_input(plan, scans, config.input)
     log(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     columns = columns_of(scans, listing.format)
@@ -143,9 +143,10 @@ def started_at(earlier: RunState | None) -> float:
     return earlier["sessions"][0]["started_at"] if earlier is not None and earlier["sessions"] else time.time()
 
 
-def check_score_columns(plan: InputPlan, config: JobConfig) -> None:
+def check_asked_columns(plan: InputPlan, config: JobConfig) -> None:
     """Raises ConfigError if the input has a column with the name of one that the run adds."""
-    if taken := [name for name in score_schema(config.sampling).names if name in plan.extra_schema.names]:
+    names = asked_schema(config.sampling, config.output.reasoning_parser).names
+    if taken := [name for name in names if name in plan.extra_schema.names]:
         raise ConfigError(
             "input.path", f"the input has a column {taken[0]!r}, which this run writes itself; rename it in the input"
         )

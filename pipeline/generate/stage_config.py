@@ -88,7 +88,13 @@ def make_tokenize_config(
 ) -> TokenizeConfig:
     """The configuration of the tokenising tasks. `source`: the tokenizer's path; `format`: the input's."""
     return TokenizeConfig(
-        source, model, sampling, config.input.too_long, chat=config.input.is_chat, chat_urls=chat_urls(format)
+        source,
+        model,
+        sampling,
+        config.input.too_long,
+        chat=config.input.is_chat,
+        chat_urls=chat_urls(format),
+        reasoning_parser=config.output.reasoning_parser,
     )
 
 

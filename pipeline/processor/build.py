@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 RowFunction: TypeAlias = Callable[[dict[str, Value]], dict[str, Value]]
 
 IGNORED: Final = (
-    "input.path", "input.format", "input.limit", "output", "baseline", "actors.share_leftovers",
-    "actors.price_per_hour", "limits.max_failed_rows", "limits.max_line_bytes", "limits.no_progress_timeout_s",
+    "input.path", "input.format", "input.limit", "output.path", "output.if_exists", "output.model_name", "baseline",
+    "actors.share_leftovers", "actors.price_per_hour", "limits.max_failed_rows", "limits.max_line_bytes",
+    "limits.no_progress_timeout_s",
 )  # fmt: skip
 """Keys of a job that a stage has no use for, so that one file can serve both."""
 PREPARED_ROWS: Final = 1024  # a batch of rows to be tokenised

@@ -40,7 +40,7 @@ from pipeline.schema import (
     SAMPLING,
     SOURCE_SCHEMA,
     STATUS,
-    score_schema,
+    asked_schema,
 )
 from pipeline.stages.finish import finish
 from pipeline.stages.packed_window import unpack
@@ -68,7 +68,7 @@ def prepare(
 def check_columns(names: Collection[str], config: JobConfig) -> None:
     """ConfigError where a dataset has nothing to make prompts of, or a column that bears one of our names."""
     expansion = Expansion.of(config.input, config.sampling)
-    reserved = RESERVED_COLUMNS | set(score_schema(config.sampling).names)
+    reserved = RESERVED_COLUMNS | set(asked_schema(config.sampling, config.output.reasoning_parser).names)
     reserved |= set(SOURCE_SCHEMA.names) if expansion.is_on else set()
     if taken := sorted(set(names) & reserved - own_columns(config.input)):
         raise ConfigError(
@@ -194,7 +194,7 @@ def made_id(*parts: str | None) -> str:
 
 def finish_windows(packed: pa.Table, *, tokens: TokenizeConfig) -> Iterator[pa.Table]:
     """Decoded windows, packed as the workers give them, as rows of the output."""
-    ours = RESERVED_COLUMNS | set(score_schema(tokens.sampling).names)
+    ours = RESERVED_COLUMNS | set(asked_schema(tokens.sampling, tokens.reasoning_parser).names)
     for row in range(packed.num_rows):  # one by one: a column may be of another type in each
         table = unpack(packed.slice(row, 1))
         extra_names = tuple(name for name in table.column_names if name not in ours)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from actors.serving.reasoning import is_unfinished, text_opens_block
 from pipeline.formatting import Json
 from pipeline.report.document import Example, Histogram, LayerPiece, LayersByStep
 from pipeline.store.run_folder import RunFolder
@@ -22,6 +23,7 @@ from skipdecode.schedules.from_config import make_schedule
 
 NUM_EXAMPLES = 3  # failed rows shown of each code
 MAX_MESSAGE_CHARS = 500
+SAMPLED_ROWS = 1000
 MAX_BARS, MOST = 40, 0.995  # of a histogram; the share of rows that it shows at least
 
 
@@ -38,6 +40,10 @@ class DataTotals:
     output_lengths: Counter[int] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """Good rows by `finish_reason`."""
+    reasoning_tokens: int | None = None
+    """None without `output.reasoning_parser`."""
+    unfinished_reasoning: float = 0.0
+    """The share of good rows whose text is reasoning alone, which did not end, of the first SAMPLED_ROWS of a file."""
     errors: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[Example]] = field(default_factory=dict)
     """The first failed rows of each error code: `id`, `message`."""
@@ -48,9 +54,15 @@ class DataTotals:
 def count_data(folder: RunFolder, state: RunState) -> DataTotals:
     """Counts over the data files of the run of `state`."""
     totals = DataTotals()
-    for path in folder.run_files(state, ["ok"]):
-        columns = ["num_input_tokens", "num_generated_tokens", "finish_reason", "layers_run"]
+    columns = ["num_input_tokens", "num_generated_tokens", "finish_reason", "layers_run"]
+    if has_reasoning := state["config"].get("output", {}).get("reasoning_parser") is not None:
+        totals.reasoning_tokens = 0
+        columns.append("num_reasoning_tokens")
+    good = folder.run_files(state, ["ok"])
+    for path in good:
         _count_good(_read(folder, path, columns), totals)
+    if good:
+        totals.unfinished_reasoning = _unfinished_reasoning(folder, good[0], has_reasoning)
     for path in folder.run_files(state, ["failed"]):
         _count_failed(_read(folder, path, ["id", "error_code", "error_message"]), totals)
     return totals
@@ -67,11 +79,31 @@ def _count_good(table: pa.Table, totals: DataTotals) -> None:
     totals.input_lengths.update(_counts(table["num_input_tokens"]))
     totals.output_lengths.update(_counts(table["num_generated_tokens"]))
     totals.finish_reasons.update(_counts(table["finish_reason"]))
+    if totals.reasoning_tokens is not None:
+        totals.reasoning_tokens += pc.sum(table["num_reasoning_tokens"]).as_py() or 0
     by_length = table.group_by("num_generated_tokens").aggregate([("layers_run", "min"), ("layers_run", "max")])
     for row in by_length.to_pylist():
         low, high = row["layers_run_min"], row["layers_run_max"]
         before = totals.layers_by_length.get(row["num_generated_tokens"], (low, high))
         totals.layers_by_length[row["num_generated_tokens"]] = (min(low, before[0]), max(high, before[1]))
+
+
+def _unfinished_reasoning(folder: RunFolder, path: str, has_reasoning: bool) -> float:
+    """The share of the first rows of a file whose text is reasoning alone, cut off before its end."""
+    columns = ["finish_reason", "generated_text", "reasoning" if has_reasoning else "prompt"]
+    with pq.ParquetFile(path, filesystem=folder.filesystem) as file:
+        batch = next(file.iter_batches(SAMPLED_ROWS, columns=columns), None)
+    rows = [] if batch is None else batch.to_pylist()
+    found = [
+        row["finish_reason"] != "stop"
+        and (
+            row["reasoning"] is not None and not row["generated_text"]
+            if has_reasoning
+            else is_unfinished(row["generated_text"], is_open=text_opens_block(row["prompt"] or ""))
+        )
+        for row in rows
+    ]
+    return sum(found) / len(found) if found else 0.0
 
 
 def _counts(column: pa.ChunkedArray) -> dict[Any, int]:

@@ -164,6 +164,15 @@ class Drafts(TypedDict):
     """Seconds of `decode_s` in passes at full depth."""
 
 
+class Reasoning(TypedDict):
+    """What models wrote before their answers (`<think>`)."""
+
+    tokens: int | None
+    """Output tokens that are reasoning; None without `output.reasoning_parser`."""
+    unfinished: float
+    """The share of good rows that are reasoning alone, which did not end; of a sample."""
+
+
 class CountedFigures(TypedDict):
     """The part of `report.json` that is counted from data files and batch records."""
 
@@ -200,6 +209,7 @@ class CountedFigures(TypedDict):
     layers_by_step: LayersByStep
     finish_reasons: dict[str, int]
     """Good rows by `finish_reason`."""
+    reasoning: Reasoning
     errors: dict[str, int]
     error_examples: dict[str, list[Example]]
     split_batches: ErrorCount

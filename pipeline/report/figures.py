@@ -101,6 +101,7 @@ def _counted(
         "lengths": {"input": lengths(totals.input_lengths), "output": lengths(totals.output_lengths)},
         "layers_by_step": layers_by_step(totals, decode, num_layers, state["config"]["sampling"]["max_new_tokens"]),
         "finish_reasons": dict(totals.finish_reasons),
+        "reasoning": {"tokens": totals.reasoning_tokens, "unfinished": totals.unfinished_reasoning},
         "errors": totals.errors,
         "error_examples": totals.examples,
         "split_batches": _errors(batches.split),

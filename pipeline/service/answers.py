@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from actors.serving.engine import Progress
+from actors.serving.reasoning import Parts, ReasoningStream, opens_block
 from actors.serving.text_stream import TextStream
 from pipeline.openai_format.logprobs import Decode, TextOffsets, add_logprob, add_prompt, empty_logprobs, token_name
 from pipeline.service.requests import ChatRequest, CompletionRequest
@@ -27,7 +28,14 @@ Body: TypeAlias = dict[str, Any]
 class Choice:
     """One of the answers to a request, as it grows."""
 
-    def __init__(self, index: int, request: Request, asked: CompletionRequest | ChatRequest, decode: Decode) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        asked: CompletionRequest | ChatRequest,
+        decode: Decode,
+        reasoning_parser: str | None = None,
+    ) -> None:
         self.request, self.num_tokens = request, 0
         self._index, self._asked, self._decode = index, asked, decode
         self._is_chat = isinstance(asked, ChatRequest)
@@ -36,6 +44,10 @@ class Choice:
         sampling = request.sampling
         self._stream = TextStream(decode, sampling.stop, sampling.stop_token_ids)
         self._offsets = TextOffsets(decode)
+        self.reasoning: ReasoningStream | None = None
+        """Of a chat whose reasoning is told apart; with a structure there is none."""
+        if self._is_chat and reasoning_parser is not None and sampling.structured_outputs is None:
+            self.reasoning = ReasoningStream(is_open=opens_block(request.prompt_tokens, decode))
         self._has_begun = False
 
     def take(self, progress: Progress) -> Body:
@@ -55,21 +67,33 @@ class Choice:
             self._offsets = TextOffsets(self._decode, len(text))
             if logprobs is not None:
                 add_prompt(logprobs, self.request.prompt_tokens, progress.prompt_logprobs, self._decode)
+        parts: list[Parts] = []
         pieces: list[tuple[str, int]] = []  # of the text, each with the layers of its token
         for number, token in enumerate(tokens):
             piece = self._stream.push(token)
-            text += piece
+            if self.reasoning is None:
+                text += piece
+            else:
+                parts.append(self.reasoning.push_token(piece))
             pieces.append((piece, progress.layers[number]))
             if logprobs is not None and not self._is_chat:
                 add_logprob(logprobs, token, progress.logprobs[number], self._offsets.next(token), self._decode)
         finish_reason = progress.finish_reason
         if finish_reason is not None and self._is_prompt_only:
             finish_reason = "length"
-        elif finish_reason is not None and (rest := self._stream.finish()):
-            text += rest
+        elif finish_reason is not None:
+            rest = self._stream.finish()
             if pieces:
                 pieces[-1] = (pieces[-1][0] + rest, pieces[-1][1])
+            if self.reasoning is None:
+                text += rest
+            else:
+                parts += [self.reasoning.push(rest), self.reasoning.finish()]
         entry: Body = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self.reasoning is not None:
+            entry["reasoning"], entry["text"] = (
+                ("".join(part) for part in zip(*parts, strict=True)) if parts else ("", "")
+            )
         if progress.is_valid is not None:
             entry["is_valid"] = progress.is_valid
         if self._asked.return_token_ids:
@@ -107,7 +131,8 @@ def combined(made: Sequence[Progress]) -> Progress:
 def is_news(entry: Body) -> bool:
     """Whether a stream should send the entry: half a character shows nothing, but what was asked about it does."""
     scored = entry["logprobs"] and any(entry["logprobs"].values())
-    return bool(entry["text"] or entry["finish_reason"] or entry.get("token_ids") or entry.get("layers") or scored)
+    told = (entry.get(key) for key in ("text", "reasoning", "finish_reason", "token_ids", "layers"))
+    return bool(scored or any(told))
 
 
 class CompletionAnswer:
@@ -116,10 +141,17 @@ class CompletionAnswer:
     ID, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, asked: CompletionRequest | ChatRequest, requests: Sequence[Request], model: str, decode: Decode
+        self,
+        asked: CompletionRequest | ChatRequest,
+        requests: Sequence[Request],
+        model: str,
+        decode: Decode,
+        reasoning_parser: str | None = None,
     ) -> None:
-        self.asked = asked
-        self.choices = [Choice(number, request, asked, decode) for number, request in enumerate(requests)]
+        self.asked, self._tells_reasoning = asked, reasoning_parser is not None
+        self.choices = [
+            Choice(number, request, asked, decode, reasoning_parser) for number, request in enumerate(requests)
+        ]
         self._id, self._created, self._model = f"{self.ID}-{secrets.token_hex(12)}", int(time.time()), model
 
     def entries(self, made: Mapping[int, Sequence[Progress]]) -> list[Body]:
@@ -149,7 +181,15 @@ class CompletionAnswer:
         """A prompt counts once, however many answers it has."""
         prompt = sum(len(choice.request.prompt_tokens) for choice in self.choices[:: self.asked.n or 1])
         completion = sum(choice.num_tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        usage: Body = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        if self._tells_reasoning:
+            num_tokens = sum(choice.reasoning.num_tokens for choice in self.choices if choice.reasoning is not None)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return usage
 
 
 class ChatAnswer(CompletionAnswer):
@@ -157,12 +197,27 @@ class ChatAnswer(CompletionAnswer):
 
     ID, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, asked: ChatRequest, requests: Sequence[Request], model: str, decode: Decode) -> None:
-        super().__init__(asked, requests, model, decode)
+    def __init__(
+        self,
+        asked: ChatRequest,
+        requests: Sequence[Request],
+        model: str,
+        decode: Decode,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        super().__init__(asked, requests, model, decode, reasoning_parser)
         self._begun: set[int] = set()
 
     def whole(self, entries: Sequence[Body]) -> Body:
-        return super().whole([_without_text(e) | {"message": _message(e["text"])} for e in entries])
+        return super().whole([_without_text(e) | {"message": self._message(e)} for e in entries])
+
+    def _message(self, entry: Body) -> Body:
+        message = _message(entry["text"])
+        if self._tells_reasoning:
+            stream = self.choices[entry["index"]].reasoning
+            has_block = stream is not None and stream.has_block
+            message["reasoning_content"] = entry["reasoning"] if has_block else None
+        return message
 
     def chunks(self, entries: Sequence[Body]) -> Iterator[Body]:
         newcomers = [entry["index"] for entry in entries if entry["index"] not in self._begun]
@@ -171,8 +226,12 @@ class ChatAnswer(CompletionAnswer):
             yield self._chunk(
                 [{"index": n, "delta": _message(""), "logprobs": None, "finish_reason": None} for n in newcomers]
             )
-        deltas = ({"content": entry["text"]} if entry["text"] else {} for entry in entries)
+        deltas = ({name: entry[key] for name, key in DELTAS.items() if entry.get(key)} for entry in entries)
         yield self._chunk([_without_text(e) | {"delta": delta} for e, delta in zip(entries, deltas, strict=True)])
+
+
+DELTAS = {"reasoning_content": "reasoning", "content": "text"}
+"""The fields of a message -> the keys of an entry that holds more of them."""
 
 
 def _message(content: str) -> Body:
@@ -180,7 +239,7 @@ def _message(content: str) -> Body:
 
 
 def _without_text(entry: Body) -> Body:
-    return {key: value for key, value in entry.items() if key != "text"}
+    return {key: value for key, value in entry.items() if key not in DELTAS.values()}
 
 
 def model_card(name: str, created: int, context: int, has_chat: bool, has_batches: bool) -> Body:

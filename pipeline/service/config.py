@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, JsonValue, field_validator
 
 from pipeline.batches.config import BatchesSection, StorageSection
-from pipeline.config.job import ConfigError, DecodeConfig, ModelConfig, PrefillConfig, Section, build_config
+from pipeline.config.job import (
+    ConfigError,
+    DecodeConfig,
+    ModelConfig,
+    PrefillConfig,
+    ReasoningParser,
+    Section,
+    build_config,
+)
 from pipeline.config.tree import apply_overrides
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 
@@ -30,6 +38,12 @@ class DefaultSampling(Section):
     """0: no limit."""
     deterministic: bool = False
     """Fixed batch shapes: tokens depend on model, configuration, prompt, id and seed alone, in bfloat16 too."""
+
+
+class AnswerSection(Section):
+    reasoning_parser: ReasoningParser | None = None
+    """think: what a model writes between `<think>` and `</think>` before it answers is the `reasoning_content` of a
+    chat's message, and `content` is the answer alone. null: the text stays whole."""
 
 
 class EngineSection(Section):
@@ -98,6 +112,7 @@ class ServeConfig(Section):
     decode: DecodeConfig = DecodeConfig()
     prefill: PrefillConfig = PrefillConfig()
     sampling: DefaultSampling = DefaultSampling()
+    output: AnswerSection = AnswerSection()
     engine: EngineSection = EngineSection()
     limits: LimitsSection = LimitsSection()
     auth: AuthSection = AuthSection()

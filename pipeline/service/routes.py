@@ -105,7 +105,8 @@ class Routes:
     def _read_chat(self, body: bytes) -> CompletionAnswer:
         asked = ChatRequest.parse(parse_body(body))
         requests = self._endpoint.prompts.of_chat(asked)
-        return ChatAnswer(asked, requests, self._config.served_name, self._endpoint.generator.tokenizer.decode)
+        decode, parser = self._endpoint.generator.tokenizer.decode, self._config.output.reasoning_parser
+        return ChatAnswer(asked, requests, self._config.served_name, decode, parser)
 
     async def models(self, request: Request) -> Response:
         self.check_caller(request)

@@ -68,6 +68,8 @@ class TokenizeConfig:
     """The values of the column `url` in rows that were rendered by a chat template; None if `chat` tells for all."""
     has_choices: bool = False
     """Whether some rows ask for more than text (`schema.CHOICE`)."""
+    reasoning_parser: str | None = None
+    """`output.reasoning_parser`."""
 
     def is_rendered(self, table: pa.Table) -> list[bool]:
         """For each row, whether its prompt contains its special tokens already."""

@@ -16,7 +16,15 @@ import pytest
 from jobs import __main__ as console
 from jobs.__main__ import verbs
 from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_folder, run_verb
-from jobs.generate import KEY_FIGURES, MAX_CHARS, ending, kernels_in_words, key_figures, low_agreement
+from jobs.generate import (
+    KEY_FIGURES,
+    MAX_CHARS,
+    ending,
+    kernels_in_words,
+    key_figures,
+    low_agreement,
+    unfinished_reasoning,
+)
 from pipeline.config.job import ConfigError
 from pipeline.generate.run import RunResult
 from pipeline.generate.stopping import allowed_failures
@@ -192,6 +200,14 @@ def test_key_figures_are_short_however_long_the_path(length: int, kept: str) -> 
 def test_a_run_without_a_report_has_its_books() -> None:
     report = {name: REPORT[name] for name in ("completed", "failed", "books")}
     assert list(figures(Path("/nowhere"), report)) == ["output", "completed", "failed", "books"]
+
+
+def test_answers_that_are_reasoning_alone_are_remarked_on_with_the_remedy() -> None:
+    assert unfinished_reasoning(0.5) == ""
+    remark = unfinished_reasoning(0.9)
+    assert "90 % of the answers" in remark
+    assert "input.chat_template_kwargs={enable_thinking: false}" in remark
+    assert "sampling.max_new_tokens" in remark
 
 
 @pytest.mark.parametrize(("agreement", "is_said"), [(None, False), (0.734, False), (0.5, False), (0.14, True)])

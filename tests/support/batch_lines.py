@@ -61,7 +61,9 @@ def _finished(generator: Generator, config: JobConfig) -> pa.Table:
     window = Window.of(tokenize(block, config=tokens), tokens.sampling)
     table, _ = window.with_answers(generator(window.requests).answers)
     made = finish(table, config=tokens, extra_names=tuple(plan.carried_schema.names))
-    assert made.drop_columns(["status"]).schema.equals(output_schema(plan, config.sampling)), "as run.json says"
+    assert made.drop_columns(["status"]).schema.equals(
+        output_schema(plan, config.sampling, config.output.reasoning_parser)
+    ), "as run.json says"
     return made
 
 

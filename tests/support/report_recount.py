@@ -71,6 +71,7 @@ def check_counts(of: Recount) -> None:
     assert of.figure("prefix_saved_s") == pytest.approx(prefill_s * saved / (sum(of.prompts) - saved))
     assert of.figure("layers_per_token") == pytest.approx(sum(row["layers_run"] for row in of.good) / of.steps)
     assert of.figure("ffns_per_token") == pytest.approx(sum(row["ffns_run"] for row in of.good) / of.steps)
+    assert of.figure("reasoning") == {"tokens": None, "unfinished": 0.0}
     columns = sum(b["rows"] * b["prompt_columns"] for b in of.batches)
     assert of.figure("padding_fraction") == pytest.approx(1 - sum(of.prompts) / columns)
 

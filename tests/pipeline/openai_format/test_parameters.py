@@ -88,7 +88,7 @@ def test_null_and_labels_are_let_through() -> None:
         ("structured_outputs", {"structural_tag": "a"}, "structured_outputs is not valid: 'structural_tag' is not"),
         ("guided_json", {}, "guided_json must be null, got {}: use response_format or structured_outputs"),
         ("skip_special_tokens", 1, "skip_special_tokens must be true or null, got 1: texts are without special tokens"),
-        ("reasoning_effort", "low", 'reasoning_effort must be null, got "low": the server does not tell reasoning'),
+        ("reasoning_effort", "low", 'reasoning_effort must be null, got "low": use chat_template_kwargs'),
         ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs is not valid: 'messages' is set by other"),
         ("chat_template_kwargs", 5, "chat_template_kwargs must be a valid dictionary, got 5"),
         ("frequncy_penalty", 1, "frequncy_penalty is not known; remove it"),

@@ -74,7 +74,7 @@ def test_keys_that_say_nothing_to_a_stage() -> None:
         JobConfig,
         {"input": {"path": ["x"], "id_column": "k"}, "output": {"path": "y"}, "limits": {"max_failed_rows": 1}},
     )
-    assert ignored_keys(config) == ["input.path", "output", "limits.max_failed_rows"]
+    assert ignored_keys(config) == ["input.path", "output.path", "limits.max_failed_rows"]
     assert ignored_keys(CONFIG) == []
 
 
