@@ -1,15 +1,16 @@
 """Renders conversations to prompts by a chat template, as `tokenizer.apply_chat_template` of transformers does.
 
 The rendered text has its special tokens already, so `Tokenizer.encode_rendered` adds none. Two things make older
-templates work: content in parts is joined to one text (or made one part, for a template that reads only parts), and the
-role `developer` becomes `system` for a template that does not mention it. Tools, documents and images are not
-supported. Imports are few, since every task that reads rows has them.
+templates work: content in parts is joined to one text for a template that does not read parts (and a text made one part
+for a template that reads only parts), and the role `developer` becomes `system` for a template that does not mention
+it. Documents and images are not supported. Imports are few, since every task that reads rows has them.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from actors.templates.sandbox import Template, TemplateError
 from actors.templates.template_kwargs import NO_KWARGS
@@ -25,8 +26,9 @@ PROBE = "qzx7"  # a text that no template contains
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers: the blank shows whether a template strips messages
 DEVELOPER = re.compile(r"""(["'])developer\1""")  # as a constant in a template
 
-Message = dict[str, str]
-"""With the keys `role` and `content`, and optionally `name` and those of REASONING."""
+Message = dict[str, Any]
+"""With the keys `role` and `content`, a text or a list of `{type: text, text: ...}`, and optionally `name` and those of
+REASONING, which are texts."""
 
 
 class MessagesError(ValueError):
@@ -48,14 +50,20 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
     """`bos_token`, `eos_token` and so on, for the template to read."""
     takes_parts: bool = False
+    """True if it reads content as a list of parts, too."""
+    drops_text: bool = False
     """True if it reads content only as a list of parts, and drops a text."""
 
     def with_parts_detected(self) -> "ChatTemplate":
-        """A copy in which `takes_parts` is detected by rendering the template twice."""
-        asked, now = [{"role": "user", "content": PROBE}], datetime.now(UTC)
-        text, parts = (replace(self, takes_parts=takes).render_rows([asked], now=now)[0] for takes in (False, True))
-        loses_text = isinstance(text, str) and PROBE not in text
-        return replace(self, takes_parts=loses_text and isinstance(parts, str) and PROBE in parts)
+        """A copy in which `takes_parts` and `drops_text` are detected by rendering the template twice."""
+        asked: list[Message] = [{"role": "user", "content": PROBE}]
+        in_parts: list[Message] = [{"role": "user", "content": [_text_part(PROBE)]}]
+        own = replace(self, takes_parts=True, drops_text=False)
+        text, parts = own.render_rows([asked, in_parts], now=datetime.now(UTC))
+        # one that prints the list itself, be it as JSON, does not read it
+        takes_parts = isinstance(parts, str) and PROBE in parts and not re.search(r"""["']type["']""", parts)
+        drops_text = takes_parts and isinstance(text, str) and PROBE not in text
+        return replace(self, takes_parts=takes_parts, drops_text=drops_text)
 
     @property
     def source(self) -> str:
@@ -106,26 +114,47 @@ class ChatTemplate:
         if DEVELOPER.search(self.source) is None:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         if continues:
-            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + END_MARK}]
+            messages = [*messages[:-1], messages[-1] | {"content": _with_end(messages[-1]["content"], END_MARK)}]
         given: dict[str, object] = {"messages": [self._shaped(m) for m in messages], "tools": None, "documents": None}
         return given | {"add_generation_prompt": not continues} | dict(self.special_tokens) | dict(kwargs)
 
     def _shaped(self, message: Message) -> Mapping[str, object]:
-        return {**message, "content": [{"type": "text", "text": message["content"]}]} if self.takes_parts else message
+        content = message["content"]
+        if isinstance(content, str):
+            return {**message, "content": [_text_part(content)]} if self.drops_text else message
+        return message if self.takes_parts else {**message, "content": text_of(message)}
+
+
+def text_of(message: Message) -> str:
+    """The content of a message as one text, with a line break between its parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _with_end(content: Any, end: str) -> Any:
+    if isinstance(content, str):
+        return content + end
+    return [*content[:-1], _text_part(content[-1]["text"] + end)]
 
 
 def _cut_at_end(text: str | TemplateError, messages: Sequence[Message]) -> str:
     """A rendered conversation without what its template puts after the last message."""
     if isinstance(text, TemplateError):
         raise text
-    if END_MARK.strip() not in text or messages[-1]["content"].strip() not in text:
+    content = messages[-1]["content"]
+    last = content if isinstance(content, str) else content[-1]["text"]
+    if END_MARK.strip() not in text or last.strip() not in text:
         raise TemplateError("the template changes the last message, so that it cannot be continued")
     end = text.rindex(END_MARK.strip())
     return text[:end] if text.startswith(END_MARK, end) else text[:end].rstrip()
 
 
 def check_messages(value: object) -> list[Message]:
-    """The messages of a row or a request, without nulls and with each content as one text. Raises MessagesError.
+    """The messages of a row or a request, without nulls and what says nothing. Raises MessagesError.
 
     A message is a mapping with `role` (one of ROLES) and `content` (a text, or a list of `{type: text, text: ...}`),
     and may have a `name` and `reasoning_content`. Other keys are refused unless they say nothing.
@@ -155,7 +184,7 @@ def _message(field: str, message: object) -> Message:
         raise MessagesError(f"{field}.role", f"is missing; it is one of {', '.join(ROLES)}")
     if not isinstance(role, str) or role not in ROLES:
         raise MessagesError(f"{field}.role", f"must be one of {', '.join(ROLES)}, got {_shown(role)}")
-    made = {"role": role, "content": _text(f"{field}.content", message.get("content"))}
+    made: Message = {"role": role, "content": _content(f"{field}.content", message.get("content"))}
     for key in ("name", *REASONING):
         if (text := message.get(key)) is not None:
             if not isinstance(text, str):
@@ -171,7 +200,7 @@ def _is_nothing(value: object) -> bool:
     return value is None or value is False or (isinstance(value, str | Mapping | list | tuple) and not value)
 
 
-def _text(field: str, content: object) -> str:
+def _content(field: str, content: object) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if content is None:
@@ -180,7 +209,7 @@ def _text(field: str, content: object) -> str:
         raise MessagesError(field, f"must be a text or a list of text parts, got {_kind(content)}")
     if not content:
         raise MessagesError(field, "is empty; give at least one part")
-    return "\n".join(_part(f"{field}[{n}]", part) for n, part in enumerate(content))
+    return [_text_part(_part(f"{field}[{n}]", part)) for n, part in enumerate(content)]
 
 
 def _part(field: str, part: object) -> str:

@@ -49,6 +49,19 @@ def check_text(name: str, text: str) -> None:
         raise BadParameter(name, f"holds half of a surrogate pair at character {error.start}") from error
 
 
+def check_texts(name: str, value: Any) -> None:
+    """BadParameter for a text in a JSON value, which is called `name`, that has no encoding in UTF-8."""
+    if isinstance(value, str):
+        check_text(name, value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            check_text(name, key)
+            check_texts(f"{name}.{key}", inner)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            check_texts(f"{name}[{number}]", inner)
+
+
 class HttpParameters(RequestParameters):
     """What HTTP requests have beside the parameters of batch lines."""
 
@@ -115,8 +128,8 @@ class ChatRequest(ChatParameters, HttpParameters):
         except MessagesError as error:
             raise BadParameter(error.field, error.reason) from error
         for number, message in enumerate(messages):
-            for key, text in message.items():
-                check_text(f"messages[{number}].{key}", text)
+            for key, value in message.items():
+                check_texts(f"messages[{number}].{key}", value)
         return messages
 
     @model_validator(mode="after")

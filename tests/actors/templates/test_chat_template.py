@@ -197,7 +197,8 @@ def test_keys_that_say_nothing_change_no_prompt() -> None:
     ):  # fmt: skip
         assert check_messages([plain[0] | more]) == plain, more
     for more in ({"cache_control": {"type": "x"}}, {"annotations": []}, {"index": 0, "id": "p"}, {"x": None}):
-        assert check_messages([{"role": "user", "content": [{"type": "text", "text": "a", **more}]}]) == plain, more
+        (message,) = check_messages([{"role": "user", "content": [{"type": "text", "text": "a", **more}]}])
+        assert message == {"role": "user", "content": [{"type": "text", "text": "a"}]}, more
 
 
 def test_many_conversations_at_once(folder: Callable[[str], Path]) -> None:
@@ -304,7 +305,8 @@ def test_parts_are_lines_and_a_developer_speaks_for_the_system(folder: Callable[
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
     messages = check_messages([{"role": "developer", "content": "Be brief.", "tool_calls": None, "audio": []},
                                {"role": "user", "content": parts, "name": "Ann", "refusal": None}])  # fmt: skip
-    assert messages[1] == {"role": "user", "content": "a\nb", "name": "Ann"}
+    plain = [{"type": "text", "text": text} for text in "ab"]
+    assert messages[1] == {"role": "user", "content": plain, "name": "Ann"}
     assert loaded(folder("mistral"), "mistral").render(messages, now=NOW) == "<s>[INST] Be brief.\n\na\nb[/INST]"
     for more, role in (("{# no developer #}", "system"), ("{% if 'developer' == 1 %}{% endif %}", "developer")):
         (tmp_path / "mine.jinja").write_text(CHATML + more)
@@ -319,6 +321,34 @@ def test_a_template_of_parts_loses_no_text(folder: Callable[[str], Path], tmp_pa
         (tmp_path / "mine.jinja").write_text(source)
         own = loaded(folder("chatml"), "llama", tmp_path / "mine.jinja")
         assert own.render([{"role": "user", "content": "Hi"}], now=NOW) == made
+
+
+READS_BOTH = """\
+{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}\
+{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}</{{ m.role }}>{% endfor %}"""
+READS_PARTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p['text'] }}|{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(("source", "has_separator"), [(READS_BOTH, False), (READS_PARTS, False), (CHATML, True)])
+def test_parts_are_those_of_transformers_where_the_template_reads_them(
+    folder: Callable[[str], Path], tmp_path: Path, source: str, has_separator: bool
+) -> None:
+    """transformers gives a template what it was given, and one that adds texts up fails on a list: then parts become
+    lines, as in vLLM."""
+    (tmp_path / "mine.jinja").write_text(source)
+    own = loaded(folder("chatml"), "llama", tmp_path / "mine.jinja")
+    theirs = AutoTokenizer.from_pretrained(folder("chatml"))
+    parts = [{"type": "text", "text": text} for text in ("Hi", " there. ", "東京")]
+    joined = {"role": "user", "content": "\n".join(part["text"] for part in parts)}
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    if source == READS_PARTS:
+        chat[0]["content"] = [{"type": "text", "text": "Be brief."}]
+    given = [chat[0], joined] if has_separator else chat
+    expected = theirs.apply_chat_template(given, chat_template=source, tokenize=False, add_generation_prompt=True)
+    assert own.render(check_messages(chat), now=NOW) == expected
+    ends = [*chat, {"role": "assistant", "content": [{"type": "text", "text": "It"}, {"type": "text", "text": "is"}]}]
+    text = own.render(check_messages(ends), now=NOW, continues=True)
+    assert text.endswith({READS_BOTH: "Itis", READS_PARTS: "It|is", CHATML: "It\nis"}[source])
 
 
 @pytest.mark.parametrize(
@@ -378,7 +408,7 @@ def test_whatever_is_given_is_messages_or_one_error(value: Any) -> None:
         messages = check_messages(value)
     except MessagesError:
         return
-    assert all(m.keys() <= set(PASSED_ON) and set(map(type, m.values())) == {str} for m in messages)
+    assert all(m.keys() <= set(PASSED_ON) and set(map(type, m.values())) <= {str, list} for m in messages)
 
 
 @pytest.mark.slow
