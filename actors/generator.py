@@ -41,6 +41,7 @@ from skipdecode.schedules.from_config import known_acceptance, make_schedule
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule
+from skipdecode.speculative.answer_index import AnswerIndex
 from skipdecode.speculative.controller import SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import LatencyModel
@@ -148,6 +149,7 @@ class Generator:
         self.ceilings: Ceilings | None = None
         self._controllers: dict[Lossless, SpeculationController] = {}
         self._vocabulary = DraftVocabulary(self.model.config.vocab_size)
+        self._answers = AnswerIndex()
         """Shared by all controllers: the model holds a single draft head."""
         self._measure_ceilings()
         self.memory = MemoryBudget(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
@@ -484,7 +486,9 @@ class Generator:
         if schedule not in self._controllers:
             ceilings = None if self.config.deterministic else self.ceilings  # times must decide nothing there
             latency, known = LatencyModel.of(self.model, ceilings), known_acceptance(self.model.config, schedule)
-            self._controllers[schedule] = SpeculationController(schedule, latency, known, vocabulary=self._vocabulary)
+            self._controllers[schedule] = SpeculationController(
+                schedule, latency, known, vocabulary=self._vocabulary, answers=self._answers
+            )
         return self._controllers[schedule]
 
     # --- loading

@@ -1,4 +1,4 @@
-"""Lossless decoding beside full depth: tokens per second, acceptance, rounds by outcome; batch by batch, in turns.
+"""Lossless decoding beside full depth, both as a run decodes: tokens per second, acceptance, rounds by outcome; in turns.
 
 `demo`: the demo model on generated prompts, with its own drafts. `own`: any checkpoint (`--source`, `--adapter`) on the
 prompts of a JSONL file, with the drafts that it carries or `--draft`. `opt-1.3b` and `tinyllama-1.1b`: random weights
@@ -36,9 +36,10 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
-from skipdecode.engine.generate import generate, refill
+from skipdecode.engine.continuous_batch import ContinuousBatch
+from skipdecode.engine.generate import refill
 from skipdecode.engine.request import Request
-from skipdecode.engine.results import BatchResult
+from skipdecode.engine.results import DRAFT_KINDS, BatchResult
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import choose_dtype, dtype_name
@@ -125,6 +126,10 @@ def compare(
     """Batches of so many `rows`, each of the next of the pool; `ways` of WAYS."""
     most_new, layers = pool[0].sampling.max_new_tokens, model.config.num_hidden_layers
     full = FullDepth(layers)
+
+    def at_full_depth(requests: Sequence[Request]) -> BatchResult:
+        return refill(ContinuousBatch(model, full), requests, max_rows=len(requests))
+
     results: dict[str, list[BatchResult]] = {"full": [], **{way: [] for way in ways}}
     controllers: dict[str, SpeculationController] = {}
     for way in ways:
@@ -135,14 +140,12 @@ def compare(
     for repeat in range(repeats):
         requests = pool[repeat * rows : (repeat + 1) * rows]
         if name in SCRIPTED:
-            alone = generate(model, requests, full).completions
+            alone = at_full_depth(requests).completions
             wanted = {request.id: text.tokens for request, text in zip(requests, alone, strict=True)}
         elif not repeat:
-            generate(model, requests, full)  # warms up
+            at_full_depth(requests)  # warms up
         for way in list(results)[repeat % len(results) :] + list(results)[: repeat % len(results)]:
-            made = (
-                generate(model, requests, full) if way == "full" else decode(model, requests, controllers[way], wanted)
-            )
+            made = at_full_depth(requests) if way == "full" else decode(model, requests, controllers[way], wanted)
             results[way].append(made)
     return [_line(name, way, results["full"], results[way]) for way in ways]
 
@@ -165,6 +168,8 @@ def _line(name: str, way: str, full: list[BatchResult], ours: list[BatchResult])
         "rows_equal": sum(a.tokens == b.tokens for a, b in pairs),
         "tokens_per_pass": sum(s.output_tokens - s.rows for s in every) / sum(s.row_steps for s in every),
         "acceptance_by_position": [a / d for a, d in zip(accepted, drafted, strict=True)],
+        "drafted_by": {kind: sum(s.drafted_by[at] for s in every) for at, kind in enumerate(DRAFT_KINDS)},
+        "accepted_by": {kind: sum(s.accepted_by[at] for s in every) for at, kind in enumerate(DRAFT_KINDS)},
         "rounds": {outcome: sum(getattr(s, f"{outcome}_rounds") for s in every) for outcome in ROUNDS},
         "draft_s": sum(s.draft_s for s in every),
         "verify_s": sum(s.verify_s for s in every),

@@ -64,6 +64,8 @@ class BatchRecord(TypedDict):
     verify_s: NotRequired[float]
     drafted_at: NotRequired[list[int]]
     accepted_at: NotRequired[list[int]]
+    drafted_by: NotRequired[list[int]]
+    accepted_by: NotRequired[list[int]]
     split_error: NotRequired[str]
     full_error: NotRequired[str]
     # what follows only of a batch that was decoded at full depth too

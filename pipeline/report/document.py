@@ -155,6 +155,10 @@ class Drafts(TypedDict):
     accepted: int
     acceptance_by_position: list[float]
     """The share of the first, second, .. drafted token that was accepted, with all before it."""
+    drafted_by: dict[str, int]
+    """Tokens drafted by `layers`, by a match in the `row`, and from other `answers`."""
+    acceptance_by: dict[str, float | None]
+    """The share of them that was accepted; null where none was drafted."""
     rounds: dict[str, int]
     """`drafted`: rounds with drafts. Plain steps instead of them: `measured`, timed for comparison; `slower`, because
     drafts were slower by the clock or not yet found to be faster; `no_gain`, because none were expected to pay at their

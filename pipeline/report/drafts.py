@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.report.document import Drafts
+from skipdecode.engine.results import DRAFT_KINDS
 
 ROUNDS = ("drafted", "timing_plain", "slower", "no_gain")
 SUMMED = ("rows", "output_tokens", "row_steps", "draft_s", "verify_s", *(f"{name}_rounds" for name in ROUNDS))
-COLUMNS = (*SUMMED, "drafted_at", "accepted_at")
+COLUMNS = (*SUMMED, "drafted_at", "accepted_at", "drafted_by", "accepted_by")
 
 
 @dataclass
@@ -23,6 +24,9 @@ class DraftTotals:
     drafted_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """By position in a draft."""
     accepted_at: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    drafted_by: np.ndarray = field(default_factory=lambda: np.zeros(len(DRAFT_KINDS)))
+    """By what drafted them (DRAFT_KINDS)."""
+    accepted_by: np.ndarray = field(default_factory=lambda: np.zeros(len(DRAFT_KINDS)))
 
     def add(self, table: pa.Table) -> None:
         """`table`: COLUMNS of `metrics_schemas.BATCH_SCHEMA`, and possibly more."""
@@ -32,6 +36,8 @@ class DraftTotals:
             self.sums[name] += pc.sum(own[name]).as_py() or 0.0
         self.drafted_at = _plus(self.drafted_at, _by_position(own["drafted_at"]))
         self.accepted_at = _plus(self.accepted_at, _by_position(own["accepted_at"]))
+        self.drafted_by = _plus(self.drafted_by, _by_position(own["drafted_by"]))
+        self.accepted_by = _plus(self.accepted_by, _by_position(own["accepted_by"]))
 
     @property
     def acceptance(self) -> float | None:
@@ -50,6 +56,11 @@ class DraftTotals:
             "drafted": int(self.drafted_at.sum()),
             "accepted": int(self.accepted_at.sum()),
             "acceptance_by_position": [float(a / d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)],
+            "drafted_by": {kind: int(n) for kind, n in zip(DRAFT_KINDS, self.drafted_by, strict=True)},
+            "acceptance_by": {
+                kind: _ratio(accepted, drafted)
+                for kind, accepted, drafted in zip(DRAFT_KINDS, self.accepted_by, self.drafted_by, strict=True)
+            },
             "rounds": {name: int(self.sums[f"{name}_rounds"]) for name in ROUNDS},
             "draft_s": self.sums["draft_s"],
             "verify_s": self.sums["verify_s"],

@@ -62,6 +62,8 @@ BATCH_SCHEMA: Final = pa.schema(
         ("no_gain_rounds", pa.int64()),
         ("drafted_at", pa.list_(pa.int64())),
         ("accepted_at", pa.list_(pa.int64())),
+        ("drafted_by", pa.list_(pa.int64())),
+        ("accepted_by", pa.list_(pa.int64())),
         ("full_error", pa.string()),
         ("split_error", pa.string()),
         ("exact_rows", pa.int32()),
@@ -70,7 +72,7 @@ BATCH_SCHEMA: Final = pa.schema(
     ]
 )
 """One row per decoded batch. `split_error`: of the larger batch that failed and of which this is a part (out of memory,
-mostly). `score_s`: prompts that were scored beside answers. `draft*`, `verify_s`, `accepted_at` and
+mostly). `score_s`: prompts that were scored beside answers. `draft*`, `verify_s`, `accepted_*` and
 `*_rounds`: with `decode.lossless` alone. `full_*`, `predicted_*` and the agreement are null unless it was paired."""
 WINDOW_SCHEMA: Final = pa.schema(
     [

@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final, Literal, get_args
+
+DraftKind = Literal["layers", "row", "answers"]
+"""What drafts a token: skipped layers, an n-gram match in the row's own text, or what other answers have there."""
+DRAFT_KINDS: Final[tuple[DraftKind, ...]] = get_args(DraftKind)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,9 @@ class LosslessStats(BatchStats):
     """Drafted tokens by their position in a draft."""
     accepted_at: list[int] = field(default_factory=list)
     """Accepted tokens by their position in a draft: full depth generated the same tokens up to that position."""
+    drafted_by: list[int] = field(default_factory=lambda: [0] * len(DRAFT_KINDS))
+    """Drafted tokens of each of DRAFT_KINDS."""
+    accepted_by: list[int] = field(default_factory=lambda: [0] * len(DRAFT_KINDS))
     drafted_rounds: int = 0
     timing_plain_rounds: int = 0
     """Plain steps that were timed for the comparison with drafts."""
@@ -92,8 +99,12 @@ class LosslessStats(BatchStats):
         name = f"{outcome}_rounds"
         setattr(self, name, getattr(self, name) + 1)
 
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """The drafted and accepted tokens of a row in a round."""
+    def count_drafts(self, kinds: Sequence[DraftKind], accepted: int) -> None:
+        """The tokens that a row drafted in a round, by what drafted them, and how many were accepted."""
+        drafted = len(kinds)
+        for position, kind in enumerate(kinds):
+            self.drafted_by[DRAFT_KINDS.index(kind)] += 1
+            self.accepted_by[DRAFT_KINDS.index(kind)] += position < accepted
         more = drafted - len(self.drafted_at)
         self.drafted_at += [0] * more
         self.accepted_at += [0] * more

@@ -16,13 +16,15 @@ from statistics import median
 from typing import Literal
 
 from skipdecode.schedules.lossless import Lossless
+from skipdecode.speculative.answer_index import ANSWERS, AnswerIndex
 from skipdecode.speculative.draft import LAYERS, Source
 from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import LONGEST, SHORTEST
 
 MAX_DRAFT_TOKENS = 8  # per row and round, unless `decode.draft_tokens` gives the number
-PRIOR: Mapping[Source, float] = {LAYERS: 0.8, 2: 0.3, 3: 0.5, 4: 0.7}  # prior acceptance rate
+NGRAMS: Sequence[Source] = (*range(SHORTEST, LONGEST + 1), ANSWERS)
+PRIOR: Mapping[Source, float] = {LAYERS: 0.8, ANSWERS: 0.5, 2: 0.3, 3: 0.5, 4: 0.7}  # prior acceptance rate
 SMOOTHING = 0.04  # weight of the newest draft in the moving average
 MIN_SPEEDUP = 1.02  # below it, drafts are not worth the added variance in latency
 PLAIN_ROUNDS = 4  # plain steps timed per comparison; the first runs with cold CPU caches and does not count
@@ -45,8 +47,8 @@ class Decision:
     outcome: Outcome
     layer_tokens: int = 0
     """Tokens to draft by skipped layers."""
-    ngram_tokens: dict[int, int] = field(default_factory=dict)
-    """Tokens to draft after an n-gram that has occurred before, by the length of the n-gram."""
+    ngram_tokens: dict[Source, int] = field(default_factory=dict)
+    """Tokens to draft after an n-gram that has occurred before: in the row, by its length, or in other answers."""
     num_rounds: int = 1
     """Rounds for which the decision holds, unless rows join or leave before. Several only without drafts: a small
     model makes a token in the time that some decisions take."""
@@ -132,11 +134,13 @@ class SpeculationController:
         known_acceptance: Sequence[float] = (),
         *,
         vocabulary: DraftVocabulary | None = None,
+        answers: AnswerIndex | None = None,
     ) -> None:
         """`known_acceptance`: the acceptance of skipped layers that a calibration measured, by position in a draft.
-        `vocabulary`: None for a new one, which learns from these batches alone."""
+        `vocabulary`, `answers`: None for new ones, which learn from these batches alone."""
         self.schedule, self.latency = schedule, latency
         self.vocabulary = vocabulary or DraftVocabulary(latency.config.vocab_size)
+        self.answers = answers or AnswerIndex()
         self.num_draft_outputs: int | None = None
         """The size of the draft vocabulary for skipped layers; None for all tokens."""
         mean = sum(known_acceptance) / len(known_acceptance) if known_acceptance else None
@@ -172,7 +176,7 @@ class SpeculationController:
         by_ngrams, by_layers = (sum(lost_s <= allowed_s for lost_s in lost[1:]) for lost in (ngram_s, layers_s))
         shortest = self.schedule.draft_tokens or 1  # where the number is given, exactly that or none
         by_ngrams, by_layers = (most * (most >= shortest) for most in (by_ngrams, by_layers))
-        ngram_tokens = {length: min(n, by_ngrams) for length, n in estimate.ngram_tokens.items() if by_ngrams}
+        ngram_tokens = {source: min(n, by_ngrams) for source, n in estimate.ngram_tokens.items() if by_ngrams}
         decision = Decision("drafted", min(estimate.layer_tokens, by_layers), ngram_tokens)
         if decision.has_drafts:
             return decision
@@ -252,9 +256,9 @@ class SpeculationController:
                 self._estimated = rows, left - 1, known
                 return known
         ngram_s, layers_s = self._round_seconds(rows, k, context)
-        ngram_tokens = {length: self._best(length, ngram_s) for length in range(SHORTEST, LONGEST + 1)}
+        ngram_tokens = {source: self._best(source, ngram_s) for source in NGRAMS}
         layer_tokens = self._best(LAYERS, layers_s) if self.schedule.drafts_by_skipping else 0
-        made = Decision("drafted", layer_tokens, {length: n for length, n in ngram_tokens.items() if n})
+        made = Decision("drafted", layer_tokens, {source: n for source, n in ngram_tokens.items() if n})
         if not made.has_drafts:
             made = Decision("no_gain")
         self._estimated = rows, DECIDE_EVERY - 1, made

@@ -6,8 +6,8 @@ from typing import Final, Literal
 
 from skipdecode.engine.continuous_batch import Member
 
-Source = Literal["layers"] | int
-"""What drafted a token: passes that skip layers, or an n-gram match, given by its length."""
+Source = Literal["layers", "answers"] | int
+"""What drafted a token: passes that skip layers, other answers, or an n-gram match in the row, given by its length."""
 LAYERS: Final = "layers"
 
 

@@ -4,9 +4,14 @@ They run no layer at all, and are right where outputs quote inputs: summaries, e
 """
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from skipdecode.engine.request import Row
+from skipdecode.speculative.answer_index import ANSWERS, CONTEXT_TOKENS, AnswerIndex
+
+if TYPE_CHECKING:
+    from skipdecode.speculative.draft import Source
 
 SHORTEST, LONGEST = 2, 4  # tokens that must match; longer matches are preferred
 _BYTES = array("i").itemsize
@@ -46,22 +51,43 @@ class TokenIndex:
 
 
 class NgramProposer:
-    """Proposes drafts for the rows of a batch, each from an index of its prompt and its text."""
+    """Proposes drafts for the rows of a batch: each from its prompt and its text, and from the answers of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: AnswerIndex) -> None:
+        self._answers = answers
         self._indexes: dict[Row, TokenIndex] = {}
+        self._num_counted: dict[Row, int] = {}
+        """Of each row, the tokens that `answers` has counted."""
 
-    def propose(self, row: Row, num_tokens: dict[int, int], limit: int) -> tuple[int, list[int]]:
-        """The length of the n-gram and the drafted tokens, as many as `num_tokens` has for that length; 0 and none
-        without a match."""
+    def propose(
+        self, row: Row, num_tokens: "Mapping[Source, int]", limit: int, rates: "Mapping[Source, float]"
+    ) -> "tuple[Source, list[int]]":
+        """The source of the most promising draft, and its tokens: as many as `num_tokens` has for that source, `limit`
+        at most; none without a match. `rates`: the acceptance by source."""
         if not num_tokens or limit <= 0:
             return 0, []
-        length, tokens = self._index(row).find(min(max(num_tokens.values()), limit), min(num_tokens))
-        return length, tokens[: num_tokens.get(length, 0)]
+        length, tokens = 0, list[int]()
+        if counts := {source: count for source, count in num_tokens.items() if isinstance(source, int)}:
+            length, tokens = self._index(row).find(min(max(counts.values()), limit), min(counts))
+            tokens = tokens[: counts.get(length, 0)]
+        if ANSWERS in num_tokens and not (tokens and rates[length] >= rates[ANSWERS]):
+            self._count(row)
+            if found := self._answers.propose(_before(row, len(row.tokens)), min(num_tokens[ANSWERS], limit)):
+                return ANSWERS, found
+        return length, tokens
 
     def keep(self, rows: Collection[Row]) -> None:
-        """Forgets all other rows."""
+        """Forgets all other rows, once what they have written is counted."""
+        for row in self._num_counted.keys() - rows:
+            self._count(row)
+        self._num_counted = {row: self._num_counted.get(row, 0) for row in rows}
         self._indexes = {row: index for row, index in self._indexes.items() if row in rows}
+
+    def _count(self, row: Row) -> None:
+        counted = self._num_counted.get(row, 0)
+        before = _before(row, counted)
+        self._answers.add([*before, *row.tokens[counted:]], len(before))
+        self._num_counted[row] = len(row.tokens)
 
     def _index(self, row: Row) -> TokenIndex:
         prompt = row.request.prompt_tokens
@@ -70,3 +96,9 @@ class NgramProposer:
             index = self._indexes[row] = TokenIndex(prompt)
         index.add(row.tokens[len(index) - len(prompt) :])
         return index
+
+
+def _before(row: Row, at: int) -> list[int]:
+    """The context of token `at` of a row's answer."""
+    begin = at - CONTEXT_TOKENS
+    return row.tokens[begin:at] if begin >= 0 else [*row.request.prompt_tokens[begin:], *row.tokens[:at]]

@@ -1,9 +1,10 @@
 """Speculative decoding at full depth: a few cheap drafts per row, verified by one pass for all rows.
 
-A round drafts tokens, by n-gram matches and by passes that skip layers over the keys and values of full depth, and then
-feeds each row's newest token and its drafts through all layers. What full depth makes after token i is the row's next
-token as long as the drafts before it were what full depth made. Token k of a row is chosen by its random number k, in
-a draft as in a verification, so the tokens are those of full depth, greedy or sampled, whatever was drafted.
+A round drafts tokens, by n-gram matches in the row and in other answers and by passes that skip layers over the keys
+and values of full depth, and then feeds each row's newest token and its drafts through all layers. What full depth
+makes after token i is the row's next token as long as the drafts before it were what full depth made. Token k of a row
+is chosen by its random number k, in a draft as in a verification, so the tokens are those of full depth, greedy or
+sampled, whatever was drafted.
 
 Verification writes keys and values of every token that it feeds. Cache entries after a row's last accepted token are
 stale until the next round overwrites them. A round without drafts is a step of `ContinuousBatch`, so that what drafts
@@ -27,7 +28,7 @@ from skipdecode.engine.continuous_batch import ContinuousBatch, Member
 from skipdecode.engine.logprobs import listed, top_logprobs
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.engine.request import DecodeText, Request, Row
-from skipdecode.engine.results import LosslessStats, TokenLogprobs
+from skipdecode.engine.results import DraftKind, LosslessStats, TokenLogprobs
 from skipdecode.engine.static_batch import synchronized_time
 from skipdecode.kv.slot_cache import TokensView
 from skipdecode.model.decoder import Decoder
@@ -35,7 +36,7 @@ from skipdecode.model.sampler import argmax, cuts, pick
 from skipdecode.schedules.layer_ranges import LayerRanges, layer_ends, ranges_by_age
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.controller import Decision, SpeculationController
-from skipdecode.speculative.draft import LAYERS, Draft, shares
+from skipdecode.speculative.draft import LAYERS, Draft, Source, shares
 from skipdecode.speculative.draft_vocab import DraftHead
 from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import NgramProposer
@@ -100,7 +101,7 @@ class SpeculativeBatch(ContinuousBatch):
         self._controller = controller or SpeculationController(schedule, LatencyModel.of(model))
         self._latency = self._controller.latency
         self._draft_ends = layer_ends(schedule.drafts, model.config.max_position_embeddings)
-        self._proposer = NgramProposer()
+        self._proposer = NgramProposer(self._controller.answers)
         self._has_vocabulary = schedule.drafts_by_skipping and model.has_unpacked_head
 
     def join(self, requests: Sequence[Request], sharing: PrefixSharing | None = None) -> list[Row]:
@@ -117,6 +118,12 @@ class SpeculativeBatch(ContinuousBatch):
         self._drop_ended()
         if not self._members:
             return
+        self._round(begin)
+        if self.is_done:
+            self._proposer.keep(())  # their answers help the next batch
+
+    def _round(self, begin: float) -> None:
+        """`begin`: when it began."""
         if self._plain is None:
             num_rows = len(self._members)
             steps = sorted(len(member.row.tokens) - 1 for member in self._members)
@@ -196,12 +203,12 @@ class SpeculativeBatch(ContinuousBatch):
             eos=(*(() if sampling.ignore_eos else self.model.config.eos_token_ids), *sampling.stop_token_ids),
             wanted=decision.layer_tokens,
         )
-        length, tokens = self._proposer.propose(row, decision.ngram_tokens, draft.limit)
+        rates = self._controller.acceptance.rates
+        source, tokens = self._proposer.propose(row, decision.ngram_tokens, draft.limit, rates)
         if self._is_processed:
             tokens = tokens[: self._process.num_allowed(row, tokens)]
-        rates = self._controller.acceptance.rates
-        if tokens and (not decision.layer_tokens or rates[length] >= rates[LAYERS]):
-            draft.add(tokens, length)
+        if tokens and (not decision.layer_tokens or rates[source] >= rates[LAYERS]):
+            draft.add(tokens, source)
             draft.wanted = 0
         return draft
 
@@ -300,7 +307,7 @@ class SpeculativeBatch(ContinuousBatch):
             fed.append((row, len(own), kept))
             start, num_kept = start + len(own), num_kept + kept
             self._controller.acceptance.observe(draft.sources, accepted)
-            self.stats.count_drafts(draft.num_drafted, accepted)
+            self.stats.count_drafts([_kind(source) for source in draft.sources], accepted)
             if self._has_vocabulary:
                 self._controller.vocabulary.wrote(row.tokens[before:])
         if found:
@@ -375,6 +382,10 @@ class SpeculativeBatch(ContinuousBatch):
                 continue
             for one in [next(one_by_one) for _ in range(num_fed)][:kept]:
                 row.logprobs.append(TokenLogprobs(one.logprob, one.top[: row.request.top_logprobs]))
+
+
+def _kind(source: Source) -> DraftKind:
+    return "row" if isinstance(source, int) else source
 
 
 def _runs(members: Sequence[Member]) -> list[list[Member]]:

@@ -14,10 +14,9 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
-from skipdecode.speculative.controller import Decision, SpeculationController
+from skipdecode.speculative.controller import NGRAMS, Decision, SpeculationController
 from skipdecode.speculative.draft_vocab import DraftVocabulary
 from skipdecode.speculative.latency_model import LatencyModel
-from skipdecode.speculative.ngram import LONGEST, SHORTEST
 from tests.support.cpu_backends import forced
 from tests.support.cuda_models import random_model
 from tests.support.schedules import SCHEDULES
@@ -74,6 +73,6 @@ class Erratic(SpeculationController):
 
     def _roll(self) -> Decision:
         die = self._die
-        ngrams = {length: die.randint(1, 5) for length in range(SHORTEST, LONGEST + 1) if die.random() < 0.5}
+        ngrams = {source: die.randint(1, 5) for source in NGRAMS if die.random() < 0.5}
         layers = die.randint(1, 5) if self.schedule.drafts_by_skipping and die.random() < 0.5 else 0
         return Decision("no_gain") if die.random() < 0.4 else Decision("drafted", layers, ngrams)

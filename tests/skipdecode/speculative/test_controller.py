@@ -10,6 +10,7 @@ from skipdecode.cost.roofline import Ceilings
 from skipdecode.families import released
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
+from skipdecode.speculative.answer_index import ANSWERS
 from skipdecode.speculative.controller import (
     FIRST_PAUSE,
     PLAIN_ROUNDS,
@@ -169,8 +170,10 @@ def test_plain_steps_come_first() -> None:
 
 
 def test_a_fixed_number_is_kept_to() -> None:
-    assert controller(tokens=3, adaptive=False).decide(512, 0, 9) == Decision("drafted", 3, {2: 3, 3: 3, 4: 3})
-    assert controller(FULL, 3, adaptive=False).decide(1, 0, 9) == Decision("drafted", 0, {2: 3, 3: 3, 4: 3})
+    assert controller(tokens=3, adaptive=False).decide(512, 0, 9) == Decision(
+        "drafted", 3, {2: 3, 3: 3, 4: 3, ANSWERS: 3}
+    )
+    assert controller(FULL, 3, adaptive=False).decide(1, 0, 9) == Decision("drafted", 0, {2: 3, 3: 3, 4: 3, ANSWERS: 3})
     assert controller(tokens=12, adaptive=False).decide(1, 0, 9).layer_tokens == 12
 
 
@@ -207,8 +210,8 @@ def test_without_a_clock_refused_drafts_are_tried_again_after_a_pause() -> None:
         decision = own.decide(4, 0, 100)
         outcomes.append(decision.outcome)
         own.acceptance.observe([LAYERS] * decision.layer_tokens, 0)
-        for length in decision.ngram_tokens:
-            own.acceptance.observe([length], 0)
+        for source in decision.ngram_tokens:
+            own.acceptance.observe([source], 0)
         own.observe(decision, 4, 100, 4, 1.0)
     pause = outcomes.index("no_gain")
     assert 0 < pause < FIRST_PAUSE
