@@ -1,4 +1,6 @@
-"""Lossless decoding beside full depth, both as a run decodes: tokens per second, acceptance, rounds by outcome; in turns.
+"""Lossless decoding beside full depth, both as a run decodes: tokens per second, acceptance, rounds by outcome.
+
+Batch by batch, in turns.
 
 `demo`: the demo model on generated prompts, with its own drafts. `own`: any checkpoint (`--source`, `--adapter`) on the
 prompts of a JSONL file, with the drafts that it carries or `--draft`. `opt-1.3b` and `tinyllama-1.1b`: random weights

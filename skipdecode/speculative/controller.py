@@ -48,7 +48,8 @@ class Decision:
     layer_tokens: int = 0
     """Tokens to draft by skipped layers."""
     ngram_tokens: dict[Source, int] = field(default_factory=dict)
-    """Tokens to draft after an n-gram that has occurred before: in the row, by its length, or in other answers."""
+    """Tokens to draft after an n-gram that has occurred before: in the row, by its length, or in other answers. Only
+    where these are expected to pay at least as well as skipped layers."""
     num_rounds: int = 1
     """Rounds for which the decision holds, unless rows join or leave before. Several only without drafts: a small
     model makes a token in the time that some decisions take."""
@@ -256,9 +257,10 @@ class SpeculationController:
                 self._estimated = rows, left - 1, known
                 return known
         ngram_s, layers_s = self._round_seconds(rows, k, context)
-        ngram_tokens = {source: self._best(source, ngram_s) for source in NGRAMS}
-        layer_tokens = self._best(LAYERS, layers_s) if self.schedule.drafts_by_skipping else 0
-        made = Decision("drafted", layer_tokens, {source: n for source, n in ngram_tokens.items() if n})
+        layer_tokens, by_layers = self._best(LAYERS, layers_s) if self.schedule.drafts_by_skipping else (0, 0.0)
+        found = {source: self._best(source, ngram_s) for source in NGRAMS}
+        ngram_tokens = {source: n for source, (n, speedup) in found.items() if n and speedup >= by_layers}
+        made = Decision("drafted", layer_tokens, ngram_tokens)
         if not made.has_drafts:
             made = Decision("no_gain")
         self._estimated = rows, DECIDE_EVERY - 1, made
@@ -283,8 +285,10 @@ class SpeculationController:
             layers_s.append(drafts_s + ngram_s[n])
         return ngram_s, layers_s
 
-    def _best(self, source: Source, rounds_s: Sequence[float]) -> int:
-        """Number of draft tokens with the best speedup; 0 if none pays. `rounds_s[n]`: seconds of a round with n."""
+    def _best(self, source: Source, rounds_s: Sequence[float]) -> tuple[int, float]:
+        """The number of draft tokens with the best speedup, and that speedup; 0 and 0.0 if none pays. `rounds_s[n]`:
+        seconds of a round with n."""
         speedups = self._speedups(source, rounds_s)
         best = self.schedule.draft_tokens or max(range(1, len(speedups)), key=speedups.__getitem__)
-        return best if not self.schedule.adaptive or speedups[best] >= MIN_SPEEDUP else 0
+        pays = not self.schedule.adaptive or speedups[best] >= MIN_SPEEDUP
+        return (best, speedups[best]) if pays else (0, 0.0)

@@ -192,7 +192,7 @@ class SpeculativeBatch(ContinuousBatch):
         return made
 
     def _new_draft(self, member: Member, decision: Decision) -> Draft:
-        """A row's draft: by an n-gram that is as good as skipped layers, else with tokens that these are to add."""
+        """A row's draft: by an n-gram match, else with tokens that skipped layers are to add."""
         row = member.row
         sampling = row.request.sampling
         draft = Draft(
@@ -207,7 +207,7 @@ class SpeculativeBatch(ContinuousBatch):
         source, tokens = self._proposer.propose(row, decision.ngram_tokens, draft.limit, rates)
         if self._is_processed:
             tokens = tokens[: self._process.num_allowed(row, tokens)]
-        if tokens and (not decision.layer_tokens or rates[source] >= rates[LAYERS]):
+        if tokens:
             draft.add(tokens, source)
             draft.wanted = 0
         return draft

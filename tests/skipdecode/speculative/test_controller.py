@@ -13,6 +13,7 @@ from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode
 from skipdecode.speculative.answer_index import ANSWERS
 from skipdecode.speculative.controller import (
     FIRST_PAUSE,
+    NGRAMS,
     PLAIN_ROUNDS,
     PRIOR,
     Acceptance,
@@ -170,11 +171,22 @@ def test_plain_steps_come_first() -> None:
 
 
 def test_a_fixed_number_is_kept_to() -> None:
-    assert controller(tokens=3, adaptive=False).decide(512, 0, 9) == Decision(
-        "drafted", 3, {2: 3, 3: 3, 4: 3, ANSWERS: 3}
-    )
-    assert controller(FULL, 3, adaptive=False).decide(1, 0, 9) == Decision("drafted", 0, {2: 3, 3: 3, 4: 3, ANSWERS: 3})
+    assert controller(tokens=3, adaptive=False).decide(512, 0, 9) == Decision("drafted", 3, {4: 3})
+    alone = controller(FULL, 3, adaptive=False).decide(1, 0, 9)
+    assert alone == Decision("drafted", 0, dict.fromkeys(NGRAMS, 3))
     assert controller(tokens=12, adaptive=False).decide(1, 0, 9).layer_tokens == 12
+
+
+def test_ngrams_draft_where_they_pay_as_well_as_skipped_layers() -> None:
+    """They run no layer, so their drafts may be refused more often."""
+    own = controller()
+    learn(own.acceptance, LAYERS, 0.9)
+    learn(own.acceptance, ANSWERS, 0.85)
+    for length in (2, 3, 4):
+        learn(own.acceptance, length, 0.3)
+    decision = own.decide(8, 0, 100)
+    assert decision.layer_tokens > 0
+    assert set(decision.ngram_tokens) == {ANSWERS}
 
 
 def test_auto_drafts_that_number_or_none() -> None:
