@@ -96,7 +96,7 @@ def test_graphs_stay_when_a_later_capture_fails(model: Decoder) -> None:
         requests, before = make_requests(lengths, 20), captures.replays
         made = generate(model, requests, schedule, graphs=graphs)
         assert made.completions == generate(model, requests, schedule).completions
-        assert captures.replays - before == (19 if len(lengths) == 4 else 0)
+        assert (captures.replays > before) == (len(lengths) == 4)
 
 
 def test_a_capture_that_fails_late_does_its_step_once(model: Decoder) -> None:
