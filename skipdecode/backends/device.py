@@ -1,7 +1,8 @@
 """The back end of a device: compiled kernels on CPUs, Triton's kernels on CUDA devices, else torch's operators.
 
 Triton needs a C compiler, a driver that fits and a device that it compiles for, so every CUDA kernel is run once and
-compared with torch before it is chosen (`kernel_self_test`). CPUs are examined in `choice`.
+compared with torch before it is chosen (`kernel_self_test`), and again at the shapes of each model before it decodes
+(`check_kernels`). CPUs are examined in `choice`.
 """
 
 import os
@@ -14,7 +15,9 @@ from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose
 from skipdecode.backends.cpu_backend import CPU
 from skipdecode.backends.cuda_backend import CudaBackend
-from skipdecode.backends.kernel_self_test import self_test
+from skipdecode.backends.errors import is_out_of_memory
+from skipdecode.backends.kernel_self_test import KernelShape, self_test
+from skipdecode.config.model import DecoderConfig
 
 # On Hopper torch prefers cuDNN for attention with a mask. It caches plans by batch size, columns and strides, and each
 # takes 20 to 40 ms to build, so nearly every step would pay; with a mask its backward pass sometimes gives NaN. It is
@@ -23,6 +26,10 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 MIN_CAPABILITY = (8, 0)
 """Ampere and later, which multiply bfloat16 (A100, L4); nothing older is tested."""
+
+
+_unfit: dict[KernelShape, str] = {}
+"""Shapes of models at which a kernel failed in this process, and how."""
 
 
 def backend_on(device: torch.device) -> Backend:
@@ -76,6 +83,24 @@ def cuda_backend() -> Backend:
     return CudaBackend(TritonKernels())
 
 
+def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Runs the kernels once at the shapes of a model that is to decode on a CUDA device. Where one fails or is wrong,
+    this process uses torch's operators on CUDA devices from then on. BackendError if the user forces the kernels."""
+    if device.type != "cuda" or choose_cuda().name == "torch" or config.implementation != "own":
+        return
+    from skipdecode.backends.triton_kernels import TritonKernels
+
+    for shape in KernelShape.of_model(config, dtype):
+        with torch.inference_mode():
+            problem = self_test(TritonKernels(), device, shape)
+        if problem is not None:
+            _unfit[shape] = f"{problem}, with {shape}"
+            for kept in (choose_cuda, cuda_backend):
+                kept.cache_clear()
+            choose_cuda()
+            return
+
+
 def _device_name() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -103,6 +128,9 @@ def _triton_problem() -> str | None:
         return f"Triton cannot be imported ({error}); CUDA builds of torch bring it"
     try:
         with torch.inference_mode():
-            return self_test(TritonKernels(), torch.device("cuda"))
+            problem = self_test(TritonKernels(), torch.device("cuda"))
+        return problem or next(iter(_unfit.values()), None)
     except Exception as error:  # the device itself
+        if is_out_of_memory(error):  # others hold it, perhaps for a moment: no reason to decode slowly for good
+            raise
         return f"the first kernels failed ({type(error).__name__}: {error})".splitlines()[0][:300]

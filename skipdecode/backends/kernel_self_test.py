@@ -1,34 +1,90 @@
-"""Self-test of CUDA kernels: each runs once at a small shape and is compared with torch's operators.
+"""Self-test of CUDA kernels: each runs once and is compared with torch's operators, at a small shape and at the shapes
+of a model.
 
 So a kernel that does not compile on this machine, or that computes something wrong, is found before a process uses it.
 The reference must not ask for a back end, because the back end is being chosen while this runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import GraphKVRange, KVRange
+from skipdecode.backends.backend import GATED, GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
+from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.backends.torch_kernels import TorchKernels
+from skipdecode.config.model import DecoderConfig, FeedForwardKind
 
-B, H, G, K, COLUMNS = 3, 8, 2, 64, 32
-WIDTH = H * K
+B = 3
+LAST = 20
+"""The column of the new token, beside those of a window."""
+MAX_WINDOW = 256  # columns; kernels are compiled for a window, and a longer one only takes longer here
 TOLERANCE = 0.05
 """Share of the largest value. bfloat16 rounds to a 256th several times over; a wrong kernel is farther off."""
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """What kernels are compiled for, besides numbers of rows and columns."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    rotary_dim: int = 64
+    """How many numbers of a head are rotated; 0: no rotary embedding."""
+    has_qk_norm: bool = False
+    window: int | None = None
+    width: int = 512
+    """Of norms."""
+    ffn_dim: int = 1024
+    mlp: FeedForwardKind = "swiglu"
+    vocab_size: int = 3000
+    dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def of_model(cls, config: DecoderConfig, dtype: torch.dtype) -> "list[KernelShape]":
+        """Those of a model of one of our families, one for each kind of its layers."""
+        shapes = []
+        for layer in range(config.num_hidden_layers):
+            rope, window = config.layer_rope(layer), config.layer_window(layer)
+            shapes.append(
+                cls(
+                    heads=config.num_attention_heads,
+                    kv_heads=config.num_kv_heads,
+                    head_dim=config.head_dim,
+                    rotary_dim=0 if rope is None else int(config.head_dim * rope.share),
+                    has_qk_norm=config.has_qk_norm,
+                    window=None if window is None else min(window, MAX_WINDOW),
+                    width=config.hidden_size,
+                    ffn_dim=config.ffn_dim,
+                    mlp=config.mlp,
+                    vocab_size=config.vocab_size,
+                    dtype=dtype,
+                )
+            )
+        return list(dict.fromkeys(shapes))
+
+    def __str__(self) -> str:
+        parts = [f"{self.heads} heads of {self.head_dim}", f"{self.kv_heads} for keys and values"]
+        return ", ".join([*parts, *(["a window"] if self.window else []), str(self.dtype).removeprefix("torch.")])
+
 
 Run = Callable[[Kernels], Sequence[Tensor]]
 """Returns the outputs of a kernel, and what it has written in place."""
 
 
-def self_test(kernels: Kernels, device: torch.device) -> str | None:
-    """Says which kernel fails on the device or is wrong; None if all are right. Compiling them takes seconds."""
-    for name, run in _cases(device).items():
+def self_test(kernels: Kernels, device: torch.device, shape: KernelShape = KernelShape()) -> str | None:
+    """Says which kernel fails on the device or is wrong; None if all are right. Compiling them takes seconds. Raises
+    what the device or its driver raises where memory lacks, which says nothing about kernels."""
+    for name, run in _cases(device, shape):
         try:
             pairs = zip(run(kernels), run(TorchKernels()), strict=True)
             error = max(_error(made, expected) for made, expected in pairs)
-        except Exception as why:  # no compiler, driver or memory: torch's operators do not need them
+        except Exception as why:  # no compiler or driver: torch's operators do not need them
+            if is_out_of_memory(why):
+                raise
             return f"the kernel of {name} failed ({type(why).__name__}: {why})".splitlines()[0][:300]
         if error > TOLERANCE:
             return f"the kernel of {name} is wrong"
@@ -43,50 +99,60 @@ def _error(made: Tensor, expected: Tensor) -> float:
     return float(error.nan_to_num(nan=torch.inf))
 
 
-def _cases(device: torch.device) -> dict[str, Run]:
-    """The runs by the name of their kernel, each on its own memory because kernels write in place."""
+def _cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[str, Run]]:
+    """The names of kernels and their runs, each on its own memory because kernels write in place."""
     rng = torch.Generator().manual_seed(1)
 
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng).to(device, torch.bfloat16)
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(*size, generator=rng).to(device, shape.dtype)
 
-    memory, qkv, wide = numbers(2 * B * G * COLUMNS * K), numbers(B, WIDTH + 2 * G * K), numbers(B, 4 * WIDTH)
-    states, added, weight, bias = numbers(B, WIDTH), numbers(B, WIDTH), numbers(WIDTH), numbers(WIDTH)
-    rotary_table = torch.randn(COLUMNS, K, generator=rng).to(device)
-    first, last = torch.zeros(B, dtype=torch.int64, device=device), torch.tensor([20], device=device).expand(B)
-    where = torch.tensor([0, len(memory) // 2, G * COLUMNS * K, COLUMNS * K], device=device)
-    one = torch.ones(B, 1, device=device)
-    logits = numbers(B, 3000)
-    logits[:, 70] = 40.0  # which is drawn whatever the number
+    H, G, K = shape.heads, shape.kv_heads, shape.head_dim
+    last_column = LAST + (shape.window or 0)
+    columns = -(-(last_column + 2) // 16) * 16
+    memory, qkv = numbers(2 * B * G * columns * K), numbers(B, (H + 2 * G) * K)
+    table = torch.randn(columns, shape.rotary_dim, generator=rng).to(device) if shape.rotary_dim else None
+    q_norm, k_norm = (numbers(K), numbers(K)) if shape.has_qk_norm else (None, None)
+    heads = Heads(H, G, K, table, q_norm, k_norm, epsilon=1e-5, window=shape.window)
+    first = torch.zeros(B, dtype=torch.int64, device=device)
+    last = torch.tensor([last_column], device=device).expand(B)
+    where = torch.tensor([0, len(memory) // 2, G * columns * K, columns * K], device=device)
 
     def attend(kernels: Kernels, *, has_table: bool) -> Sequence[Tensor]:
         own = memory.clone()
-        k, v = own.view(2, B, G, COLUMNS, K)
-        columns = GraphKVRange(own, where, first, last) if has_table else KVRange(k, v, first, last)
-        q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
-        out = kernels.attend(Heads(H, G, K, rotary_table), q, new_k, new_v, columns)
-        return out, own
+        k, v = own.view(2, B, G, columns, K)
+        seen = GraphKVRange(own, where, first, last) if has_table else KVRange(k, v, first, last)
+        q, new_k, new_v = torch.split(qkv, [H * K, G * K, G * K], dim=1)
+        return kernels.attend(heads, q, new_k, new_v, seen), own
 
     def attend_several(kernels: Kernels) -> Sequence[Tensor]:
         own = memory.clone()
-        k, v = own.view(2, B, G, COLUMNS, K)
-        ends, slots = torch.tensor([[20, 21, 9], [1, 1, 2]], device=device)
+        k, v = own.view(2, B, G, columns, K)
+        ends, slots = torch.tensor([[last_column, last_column + 1, 9], [1, 1, 2]], device=device)
         query_index = torch.tensor([[0, 1, 0], [2, 2, 1]], device=device)
-        q, new_k, new_v = torch.split(qkv, [WIDTH, G * K, G * K], dim=1)
-        columns = KVRange(k, v, first, ends, slots, query_index=query_index, max_queries=2)
-        return kernels.attend(Heads(H, G, K, rotary_table), q, new_k, new_v, columns), own
+        q, new_k, new_v = torch.split(qkv, [H * K, G * K, G * K], dim=1)
+        seen = KVRange(k, v, first, ends, slots, query_index=query_index, max_queries=2)
+        return kernels.attend(heads, q, new_k, new_v, seen), own
+
+    yield "attention", lambda kernels: attend(kernels, has_table=False)
+    yield "attention of graphs", lambda kernels: attend(kernels, has_table=True)
+    yield "attention of several columns a row", attend_several
+    states, added, weight, bias = (
+        numbers(B, shape.width),
+        numbers(B, shape.width),
+        numbers(shape.width),
+        numbers(shape.width),
+    )
 
     def norm(kernels: Kernels, kind: Norm) -> Sequence[Tensor]:
         own = states.clone()
         return kernels.add_norm(own, added, kind.bias, kind, is_pre=True), own
 
-    return {
-        "attention": lambda kernels: attend(kernels, has_table=False),
-        "attention of graphs": lambda kernels: attend(kernels, has_table=True),
-        "attention of several columns a row": attend_several,
-        "layer norms": lambda kernels: norm(kernels, Norm("layer", 1e-5, weight, bias)),
-        "RMS norms": lambda kernels: norm(kernels, Norm("rms", 1e-5, weight, None)),
-        "gates": lambda kernels: [kernels.gate(wide)],
-        "the likeliest token": lambda kernels: [kernels.argmax(logits)],
-        "draws": lambda kernels: [kernels.draw(logits, one, one.long() * 40, 0.9 * one, 0.5 * one)],
-    }
+    yield "layer norms", lambda kernels: norm(kernels, Norm("layer", 1e-5, weight, bias))
+    yield "RMS norms", lambda kernels: norm(kernels, Norm("rms", 1e-5, weight, None))
+    if shape.mlp in GATED:
+        wide = numbers(B, 2 * shape.ffn_dim)
+        yield "gates", lambda kernels: [kernels.gate(wide, shape.mlp)]
+    one, logits = torch.ones(B, 1, device=device), numbers(B, shape.vocab_size)
+    logits[:, min(70, shape.vocab_size - 1)] = 40.0  # which is drawn whatever the number
+    yield "the likeliest token", lambda kernels: [kernels.argmax(logits)]
+    yield "draws", lambda kernels: [kernels.draw(logits, one, one.long() * 40, 0.9 * one, 0.5 * one)]

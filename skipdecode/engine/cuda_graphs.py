@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.cost.batch_sizes import MAX_ROWS, ladder
 from skipdecode.kv.graph_cache import CachePool, GraphedCache, Layout, PoolFull, TableView
 from skipdecode.kv.static_cache import KVCache
@@ -405,11 +406,6 @@ class CudaGraphs:
         found += f", full ({self.full})" if self.full is not None else ""
         found += f", no more ({self.failure})" if self.failure is not None else ""
         return f"{found}, {self.nbytes / 2**30:.1f} GiB for caches"
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """torch's error, or the driver's, which keeps graphs itself."""
-    return "out of memory" in str(error)
 
 
 def _no_room(error: Exception) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, PackedWeight
-from skipdecode.backends.device import backend_on
+from skipdecode.backends.device import backend_on, check_kernels
 from skipdecode.backends.rope import RotaryTables, rotary_tables
 from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
 from skipdecode.kv.static_cache import KVCache, PackedPromptsView, PaddedView
@@ -69,6 +69,7 @@ class Decoder(nn.Module):
         if self.is_packed:
             assert quantization == self.quantization, "packed already"
             return self
+        check_kernels(self.config, self.dtype, self.device)
         backend, linears = backend_on(self.device), [m for m in self.modules() if isinstance(m, Linear)]
         backend.check(self.head_weight, quantization)  # check everything before packing anything
         for linear in linears:

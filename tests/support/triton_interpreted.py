@@ -18,7 +18,7 @@ from skipdecode.backends import triton_kernels
 from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.kernel_self_test import self_test
+from skipdecode.backends.kernel_self_test import KernelShape, self_test
 from skipdecode.backends.torch_kernels import TorchKernels, normed_by
 from skipdecode.backends.torch_sampling import pick_by_sort
 from skipdecode.backends.triton_kernels import TritonKernels
@@ -229,9 +229,13 @@ def draw_ties(ks: Sequence[int], ps: Sequence[float], uniforms: Sequence[float])
 
 
 def first_kernels() -> None:
-    """What a process tries before it takes the kernels."""
-    problem = self_test(TRITON, torch.device(DEVICE))
-    assert problem is None, problem
+    """What a process tries before it takes the kernels, and before a model decodes with them."""
+    wide = KernelShape(
+        2, 2, head_dim=80, rotary_dim=20, has_qk_norm=True, window=5, width=160, vocab_size=300, dtype=torch.float32
+    )
+    for shape in (KernelShape(), wide):
+        problem = self_test(TRITON, torch.device(DEVICE), shape)
+        assert problem is None, problem
 
 
 def decoder(name: str, *, num_new: int = 3, swiftkv: bool = False, **keys: float) -> None:

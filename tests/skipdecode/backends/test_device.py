@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from torch import Tensor
 import skipdecode.model.sampler  # noqa: F401 - among the modules that ask for a back end
 from skipdecode.backends import choice, device
 from skipdecode.backends.choice import BackendError, choose
-from skipdecode.backends.device import TorchOnCuda, choose_cuda, cuda_backend
-from skipdecode.backends.kernel_self_test import self_test
+from skipdecode.backends.cuda_kernels import Heads
+from skipdecode.backends.device import TorchOnCuda, check_kernels, choose_cuda, cuda_backend
+from skipdecode.backends.kernel_self_test import KernelShape, self_test
 from skipdecode.backends.torch_kernels import TorchKernels
+from skipdecode.config.model import FeedForwardKind
+from skipdecode.families import released
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +29,7 @@ def _anew() -> Iterator[None]:
     yield
     for kept in (choose_cuda, cuda_backend):
         kept.cache_clear()
+    device._unfit.clear()
 
 
 @pytest.fixture
@@ -66,7 +72,7 @@ def test_kernels_that_do_not_run_are_said_and_left(h100: None, monkeypatch: pyte
 class Refused(TorchKernels):
     """A compiler that does not take one kernel."""
 
-    def gate(self, y: Tensor) -> Tensor:
+    def gate(self, y: Tensor, mlp: FeedForwardKind = "swiglu") -> Tensor:
         raise RuntimeError("PassManager::run failed\nat 12:3")
 
 
@@ -93,6 +99,94 @@ class Nothing(TorchKernels):
 )
 def test_each_kernel_runs_before_it_is_chosen(kernels: TorchKernels, problem: str | None) -> None:
     assert self_test(kernels, torch.device("cpu")) == problem
+
+
+SHAPES = ("opt-125m", "opt-2.7b", "smollm2-135m", "llama-3.1-8b", "gemma-3-1b")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_kernels_are_tested_at_the_shapes_of_a_model(name: str) -> None:
+    """One for each kind of layer, with its heads, norms, rotation and window."""
+    config = released(name)
+    shapes = KernelShape.of_model(config, torch.float32)
+    assert {(one.heads, one.kv_heads, one.head_dim) for one in shapes} == {
+        (config.num_attention_heads, config.num_kv_heads, config.head_dim)
+    }
+    assert [bool(one.window) for one in shapes] == ([True, False] if name.startswith("gemma") else [False])
+    assert {one.rotary_dim for one in shapes} == {0 if name.startswith("opt") else config.head_dim}
+    for shape in shapes:
+        assert self_test(TorchKernels(), torch.device("cpu"), replace(shape, vocab_size=3000, ffn_dim=64)) is None
+
+
+class NoWideHeads(TorchKernels):
+    """A compiler that does not take heads of 128."""
+
+    def attend(self, heads: Heads, *rest: Any) -> Tensor:
+        if heads.head_dim == 128:
+            raise RuntimeError("out of resource: shared memory")
+        return super().attend(heads, *rest)
+
+
+class WrongAlone(TorchKernels):
+    """A kernel that is wrong where each query head has keys of its own."""
+
+    def attend(self, heads: Heads, *rest: Any) -> Tensor:
+        return super().attend(heads, *rest) * (2 if heads.heads == heads.kv_heads else 1)
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, kernels: type[TorchKernels]) -> None:
+    """In place of Triton's; tests of them run on the CPU."""
+    monkeypatch.setattr("skipdecode.backends.triton_kernels.TritonKernels", kernels)
+    on_cpu = partial(_tested_on_cpu, self_test)
+    monkeypatch.setattr(device, "self_test", on_cpu)
+
+
+def _tested_on_cpu(test: Any, kernels: TorchKernels, _device: torch.device, *shape: KernelShape) -> str | None:
+    found: str | None = test(kernels, torch.device("cpu"), *(replace(one, vocab_size=3000) for one in shape))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name", "problem"),
+    [
+        (NoWideHeads, "opt-125m", None),
+        (NoWideHeads, "llama-3.1-8b", "the kernel of attention failed (RuntimeError: out of resource: shared memory), "
+         "with 32 heads of 128, 8 for keys and values, bfloat16"),
+        (WrongAlone, "llama-3.2-1b", None),
+        (WrongAlone, "opt-125m", "the kernel of attention is wrong, with 12 heads of 64, 12 for keys and values, "
+         "bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_fails_at_a_models_shape_is_left(
+    h100: None, monkeypatch: pytest.MonkeyPatch, kernels: type[TorchKernels], name: str, problem: str | None
+) -> None:
+    """Before the model uses it: torch's operators serve such a model, and the reason is said."""
+    pytest.importorskip("triton")
+    use_kernels(monkeypatch, kernels)
+    monkeypatch.setattr(device, "_triton_version", lambda: "3.7.1")
+    assert choose_cuda().name == "triton"
+    check_kernels(released(name), torch.bfloat16, torch.device("cuda"))
+    assert choose_cuda().name == ("triton" if problem is None else "torch")
+    assert isinstance(cuda_backend(), TorchOnCuda) == (problem is not None)
+    if problem is not None:
+        assert choose_cuda().reason == f"NVIDIA H100, sm_90; {problem}"
+        monkeypatch.setenv(choice.VARIABLE, "triton")
+        choose_cuda.cache_clear()
+        with pytest.raises(BackendError, match="triton cannot run here: the kernel of attention"):
+            choose_cuda()
+
+
+def test_a_device_without_memory_for_the_test_is_not_given_up(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others hold it, a process that is ending for instance: the worker is started again, and is not slow for good."""
+    pytest.importorskip("triton")
+
+    class Full(TorchKernels):
+        def add_norm(self, *_: Any, **__: Any) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    use_kernels(monkeypatch, Full)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_cuda()
 
 
 def test_the_reference_of_the_kernels_asks_for_no_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
