@@ -91,6 +91,7 @@ class SpeedFigures(TypedDict):
     prefill_ms_per_row: float | None
     decode_ms_per_row: float | None
     cache_bytes_per_row: float | None
+    """Memory for keys and values, by the rows that are decoded at a time."""
     speedup_prefill: PrefillSpeedup
     layers_per_token: float | None
     ffn_skip_share: float | None

@@ -10,8 +10,11 @@ from pipeline.report.document import Agreement, Speedup
 from pipeline.report.metrics_schemas import BATCH_SCHEMA
 
 
-def speed_figures(result: WindowResult, *, is_full: bool) -> SpeedFigures:
-    """Layers per decode step as run, tokens per second, speedup and agreement; full depth is 1 by definition."""
+def speed_figures(result: WindowResult, batch_size: int, *, is_full: bool) -> SpeedFigures:
+    """Layers per decode step as run, tokens per second, speedup and agreement; full depth is 1 by definition.
+
+    `batch_size`: the most rows that were decoded at a time.
+    """
     table = pa.Table.from_pylist(result.batches, schema=BATCH_SCHEMA)
     rows, tokens = _sum(table, "rows"), _sum(table, "output_tokens")
     prefill_s, decode_s = _sum(table, "prefill_s"), _sum(table, "decode_s")
@@ -21,7 +24,9 @@ def speed_figures(result: WindowResult, *, is_full: bool) -> SpeedFigures:
         "rows_per_s": ratio(rows, prefill_s + decode_s),
         "prefill_ms_per_row": ratio(1e3 * prefill_s, rows),
         "decode_ms_per_row": ratio(1e3 * decode_s, rows),
-        "cache_bytes_per_row": ratio(_sum(table, "cache_bytes"), rows),
+        "cache_bytes_per_row": ratio(
+            _sum(table, "cache_bytes"), sum(min(n, batch_size) for n in table["rows"].to_pylist())
+        ),
         "speedup_prefill": {"measured": 1.0, "predicted": 1.0} if is_full else prefill_speedup(table),
         "layers_per_token": ratio(layers, tokens - rows),
         "ffn_skip_share": 1 - ffns / layers if layers else None,

@@ -276,7 +276,7 @@ def measure(
     similarity = rouge_rows(texts, [[text] for text in full_texts])["rougeL"]  # 0 for two empty texts
     return {
         "failed": sum(isinstance(answer, RowFailure) for answer in result.answers),
-        **speed_figures(result, is_full=is_full_depth(generator, config)),
+        **speed_figures(result, config.batch_size, is_full=is_full_depth(generator, config)),
         **(reference_scores(texts, corpus.references) if corpus.references else ReferenceScores()),
         "rougeL_to_full": fmean(100.0 if a == b else r for a, b, r in zip(texts, full_texts, similarity, strict=True)),
         "equal_to_full": fmean(map(operator.eq, texts, full_texts)),
@@ -307,4 +307,4 @@ def speed(generator: Generator, size: int, corpus: Corpus, config: SweepConfig) 
     alike = generator.with_decode(generator.config.decode, size, length_buckets=[longest])
     prompts = [*corpus.prompts] * -(-SPEED_BATCHES * size // len(corpus.prompts))
     result = decode(alike, prompts[: SPEED_BATCHES * size], config)
-    return speed_figures(result, is_full=is_full_depth(alike, config))["speedup"]
+    return speed_figures(result, size, is_full=is_full_depth(alike, config))["speedup"]

@@ -124,7 +124,8 @@ def test_a_sweep_with_prompts_under_swiftkv(job: Job, tmp_path: Path) -> None:
     assert full["speedup_prefill"] == {"measured": 1.0, "predicted": 1.0}
     assert swiftkv["speedup_prefill"]["predicted"] > 1
     assert swiftkv["agreement"]["token_match"] < 1, "full depth without SwiftKV is what it is compared with"
-    assert swiftkv["cache_bytes_per_row"] == full["cache_bytes_per_row"] > both["cache_bytes_per_row"]
+    # a batch that is kept full writes keys for all layers under SwiftKV, also those that a row does not run
+    assert swiftkv["cache_bytes_per_row"] == full["cache_bytes_per_row"] == both["cache_bytes_per_row"]
     for row in document["rows"]:
         ms = row["prefill_ms_per_row"] + row["decode_ms_per_row"]
         assert row["rows_per_s"] == pytest.approx(1e3 / ms)
