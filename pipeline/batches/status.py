@@ -27,6 +27,9 @@ STATES: Final = (
     "validating", "in_progress", "finalizing", "completed", "cancelling", "cancelled", "expired", "failed"
 )  # fmt: skip
 TERMINAL: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+FULL_BYTES: Final = 16 << 20
+"""Free bytes of a disk with which a batch may get no further: a file of rows has up to 8 MiB."""
+FULL: Final = "hardly any space is left where batches are kept; the batch goes on when there is space"
 MAX_KEPT: Final = 200_000
 _rows: dict[tuple[str, str], int] = {}
 """Rows of data files, which never change once they are there."""
@@ -153,6 +156,8 @@ class BatchView:
         ended_at = self.ended_at()
         files = {kind: self.result_file(kind) for kind in ("output", "errors")}
         errors: list[Any] = [] if self.ending is None else list(self.ending["errors"])
+        if not self.has_ended and (free := self.own.free_bytes()) is not None and free < FULL_BYTES:
+            errors.append({"code": "storage_full", "message": FULL, "param": None, "line": None})
         finalizing_at = state["sessions"][-1]["ended_at"] if state and status in ("finalizing", "completed") else None
         return {
             "id": record["id"],

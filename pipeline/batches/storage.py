@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -326,6 +327,10 @@ class ClientStorage:
         selector = pafs.FileSelector(self._folder.root, allow_not_found=True, recursive=True)
         infos = self._folder.filesystem.get_file_info(selector)
         return sum(int(info.size) for info in infos if info.type == pafs.FileType.File)
+
+    def free_bytes(self) -> int | None:
+        """On the disk where everything lies; None on a store."""
+        return shutil.disk_usage(self._folder.root).free if self._folder.is_local else None
 
     def _names(self, part: str) -> list[str]:
         selector = pafs.FileSelector(self._folder.path(part), allow_not_found=True)

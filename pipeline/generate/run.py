@@ -19,11 +19,12 @@ from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
 from pipeline.generate.resume import find_work, refuse_unattributed, remove_late
 from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
-from pipeline.generate.stopping import TimeWindow, allowed_failures
+from pipeline.generate.stopping import TimeWindow, allowed_failures, no_space_left
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
 from pipeline.store.lease import Lease
 from pipeline.store.retry_commit import finish_commit
+from pipeline.store.row_writer import DISK_FULL
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import RunState
 
@@ -55,10 +56,15 @@ def run(config: JobConfig, log: Log) -> RunResult:
             log(f"{planned.folder.shown}: finished before, nothing to do")
             return result_of_finished(planned)
     session = uuid.uuid4().hex[:12]
-    with Lease(planned.folder, session, log) as lease:
-        is_overwritten = config.output.if_exists == "overwrite"
-        earlier_sessions = _earlier_sessions(planned.folder, planned.earlier, lease, is_overwritten)
-        return _execute(planned, session, earlier_sessions, lease, log, window)
+    try:
+        with Lease(planned.folder, session, log) as lease:
+            is_overwritten = config.output.if_exists == "overwrite"
+            earlier_sessions = _earlier_sessions(planned.folder, planned.earlier, lease, is_overwritten)
+            return _execute(planned, session, earlier_sessions, lease, log, window)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise no_space_left(planned.folder.shown) from error
 
 
 def _earlier_sessions(folder: RunFolder, earlier: RunState | None, lease: Lease, is_overwritten: bool) -> list[str]:

@@ -107,12 +107,16 @@ def log_if_full(folder: RunFolder, log: Log) -> Iterator[None]:
         log(f"{folder.path('run.json')}: not brought up to date: {error}")
 
 
+def no_space_left(output: str) -> RunStopped:
+    return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
+
+
 def reason_to_stop(error: BaseException, attempts: ActorHandle, output: str) -> BaseException:
     """The exception to show for `error`, which ended the stream of rows to `output`."""
     if not isinstance(error, Exception):
         return error
     if NoSpaceLeft.__name__ in str(error):
-        return RunStopped(f"output.path: {output}: no space left; make room, and --resume goes on with the run")
+        return no_space_left(output)
     try:
         verdict = ray.get(attempts.verdict.remote(), timeout=ASK_TIMEOUT_S)
         workers = ray.get(attempts.describe.remote(), timeout=ASK_TIMEOUT_S)

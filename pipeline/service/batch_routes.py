@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from tempfile import SpooledTemporaryFile
+from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Any, Final, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -101,6 +101,8 @@ class BatchRoutes:
                 return reply(file_object(record))
         except TimeoutError:
             raise ApiError.timed_out(UPLOAD_TIMEOUT_S) from None
+        except OSError as error:  # of the temporary file
+            raise _storage_error(error, f"in {gettempdir()}, through which uploads go") from error
         finally:
             self._uploads[client] -= 1
 
@@ -377,7 +379,11 @@ async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     try:
         return await asyncio.to_thread(function, *args, **kwargs)
     except OSError as error:
-        if error.errno in DISK_FULL:
-            message = "no space is left where files are kept; nothing was stored"
-            raise ApiError(507, message, kind="server_error", code="storage_full") from error
-        raise ApiError.unavailable(f"the storage does not answer: {type(error).__name__}", "storage_failed") from error
+        raise _storage_error(error) from error
+
+
+def _storage_error(error: OSError, place: str = "where files and batches are kept (storage.path)") -> ApiError:
+    if error.errno in DISK_FULL:
+        message = f"no space is left {place}; nothing was changed. Delete files, or try again when there is space"
+        return ApiError(507, message, kind="server_error", code="storage_full")
+    return ApiError.unavailable(f"the storage does not answer: {type(error).__name__}", "storage_failed")

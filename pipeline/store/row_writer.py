@@ -13,6 +13,7 @@ import errno
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -114,7 +115,12 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     make_folder(os.path.dirname(target))
     top = path.partition("/")[0]
     fault_point(f"{top} begun")
-    pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
+    try:
+        pq.write_table(table, staging, filesystem=filesystem, write_page_checksum=True)
+    except OSError:  # a part of it would fill the disk until the next session begins
+        with suppress(OSError):
+            os.unlink(staging)
+        raise
     fault_point(f"{top} staged")
     sync(staging)  # if the machine goes down, the name must not survive without the bytes
     fault_point(f"{top} synced")
