@@ -311,7 +311,12 @@ class ClientStorage:
 
     def sweep(self, before: float) -> None:
         """Deletes what processes that were killed have left since earlier than `before` (seconds since 1970): content
-        and results without a record, and temporary files."""
+        and results without a record, and temporary files. Not while a batch is being added: its input is a link, as old
+        as the file that it links to."""
+        with self.changing():
+            self._sweep(before)
+
+    def _sweep(self, before: float) -> None:
         for part, pattern, ids in (("files", LEFT_FILE, FILE_ID), ("batches", LEFT_BATCH, BATCH_ID)):
             selector = pafs.FileSelector(self._folder.path(part), allow_not_found=True)
             infos = self._folder.filesystem.get_file_info(selector)

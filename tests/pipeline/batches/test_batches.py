@@ -220,6 +220,23 @@ def test_of_two_requests_at_once_with_one_idempotency_key_one_is_taken(
     assert Path(own.input_path(one.id)).read_bytes() == client.files.content(one.input_file_id).content
 
 
+def test_a_sweep_waits_for_a_batch_whose_record_is_not_there_yet(
+    client: openai.OpenAI, own: ClientStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
+    write, sweep = ClientStorage._write, threading.Thread(target=lambda: own.sweep(time.time() + 3600))
+
+    def slowly(*given: Any) -> None:
+        sweep.start()
+        sweep.join(0.5)
+        write(*given)
+
+    monkeypatch.setattr(ClientStorage, "_write", slowly)
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    sweep.join()
+    assert Path(own.input_path(made.id)).read_bytes() == jsonl([line("a")])
+
+
 @pytest.mark.parametrize(("cause", "status"), [(OSError("timed out"), "validating"), (None, "failed")])
 def test_a_storage_that_does_not_answer_is_not_the_fault_of_the_batch(
     client: openai.OpenAI, own: ClientStorage, monkeypatch: pytest.MonkeyPatch, cause: OSError | None, status: str
