@@ -51,8 +51,13 @@ def run_batch(own: ClientStorage, record: BatchRecord, log: Log) -> None:
     if own.run(record["id"]).read_state() is None and (errors := list(islice(find_errors(own, record), MAX_ERRORS))):
         end_batch(own, record, "failed", log, errors)
         return
+
+    def check() -> None:  # another queue may have ended the batch while this process planned its run
+        if own.ending(record["id"]) is not None:
+            raise ConfigError("output.path", "the batch has ended")
+
     try:
-        run(job_config(own, record, record["expires_at"] - time.time()), log)
+        run(job_config(own, record, record["expires_at"] - time.time()), log, check)
     except ConfigError as error:
         log(str(error))
         is_unread = error.key == "input.path" and isinstance(error.__cause__, OSError)  # the storage did not answer

@@ -8,6 +8,7 @@ decoding itself (`stream`).
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,11 @@ class RunResult:
         return bool(self.report["failed"] > self.failures_allowed)
 
 
-def run(config: JobConfig, log: Log) -> RunResult:
+def run(config: JobConfig, log: Log, check: Callable[[], None] = lambda: None) -> RunResult:
     """Generates the corpus that `config` asks for.
 
-    Raises ConfigError if nothing was started; any other exception means that the run failed midway.
+    Raises ConfigError if nothing was started; any other exception means that the run failed midway. `check` is called
+    when this run holds the folder and has changed nothing yet, and raises ConfigError if it may not begin.
     """
     window = TimeWindow(config.limits.window_s)
     planned = plan_run(config, log)
@@ -60,6 +62,7 @@ def run(config: JobConfig, log: Log) -> RunResult:
         with Lease(planned.folder, session, log) as lease:
             is_overwritten = config.output.if_exists == "overwrite"
             earlier_sessions = _earlier_sessions(planned.folder, planned.earlier, lease, is_overwritten)
+            check()
             return _execute(planned, session, earlier_sessions, lease, log, window)
     except OSError as error:
         if error.errno not in DISK_FULL:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -218,6 +219,22 @@ def test_of_two_requests_at_once_with_one_idempotency_key_one_is_taken(
     (one,) = made
     assert client.batches.retrieve(one.id) == one
     assert Path(own.input_path(one.id)).read_bytes() == client.files.content(one.input_file_id).content
+
+
+def test_a_batch_that_ends_while_its_driver_plans_stays_as_it_ended(
+    client: openai.OpenAI, own: ClientStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, said = create(client), list[str]()
+
+    def plan(*_: Any) -> Any:
+        end_batch(own, record_of(own, made.id), "expired", print)
+        return SimpleNamespace(folder=own.run(made.id), earlier=None)
+
+    monkeypatch.setattr("pipeline.generate.run.plan_run", plan)
+    run_batch(own, record_of(own, made.id), said.append)
+    assert said == ["output.path: the batch has ended"]
+    seen = client.batches.retrieve(made.id)
+    assert (seen.status, len(answers_of(client, seen)[1]), own.run(made.id).read_state()) == ("expired", 2, None)
 
 
 def test_a_sweep_waits_for_a_batch_whose_record_is_not_there_yet(
