@@ -33,7 +33,7 @@ from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
 from skipdecode.engine.generate import GoesOn, always, generate, refill, result_of
 from skipdecode.engine.prefix_sharing import PrefixSharing
-from skipdecode.engine.request import Request, Row
+from skipdecode.engine.request import InvalidLogits, Request, Row
 from skipdecode.engine.results import BatchResult, Completion
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import choose_device, choose_dtype, devices_of, dtype_name
@@ -112,6 +112,12 @@ class Interrupted(Exception):
 def cause_of(error: Exception) -> Exception:
     cause = error.__cause__
     return cause if isinstance(error, Interrupted) and isinstance(cause, Exception) else error
+
+
+def row_at_fault(error: Exception) -> str | None:
+    """The id of the row whose logits are no numbers; None for any other error."""
+    cause = cause_of(error)
+    return cause.row if isinstance(cause, InvalidLogits) else None
 
 
 def num_positions(request: Request) -> int:
@@ -337,7 +343,7 @@ class Generator:
         goes_on: GoesOn = always,
     ) -> dict[int, Answer]:
         """Answers by row, as far as they were begun. Of a batch that fails, the rows that have not ended are decoded in
-        halves, until the row at fault is alone.
+        halves, until the row at fault is alone. A row whose logits are no numbers is tried once more, alone.
 
         `is_paired`: at full depth too. `split_error`: why the batch that this one is a half of failed.
         """
@@ -351,18 +357,22 @@ class Generator:
         except Exception as error:  # whatever the cause, it must not take the neighbours along
             if is_device_lost(cause_of(error), self.devices):
                 raise cause_of(error) from None  # every later batch would fail too; a new process may not
-            message = described(error)
+            message, wrong = described(error), row_at_fault(error)
             if isinstance(error, Interrupted):
                 answers = {batch.rows[at]: made for at, made in zip(error.ended, error.result.completions, strict=True)}
                 records.append(self._record(started_at, error.result) | {"split_error": message})
         # Outside `except`: the traceback holds the failed batch's cache, and its halves need that memory.
         left = [at for at, row in enumerate(batch.rows) if row not in answers]
-        if len(left) == 1:
+        at_fault = [at for at in left if chosen[at].id == wrong]
+        if len(left) == 1 and (not at_fault or split_error is not None):
             return answers | {batch.rows[left[0]]: RowFailure("engine_error", message)}
-        half, fewer = len(left) // 2, max(1, min(batch.max_rows, len(batch.rows)) // 2)  # memory may be what it lacks
-        for numbers in (left[:half], left[half:]):
+        half, max_rows = len(left) // 2, max(1, min(batch.max_rows, len(batch.rows)) // 2)  # perhaps memory lacks
+        parts = [left[:half], left[half:]]
+        if len(at_fault) == 1:
+            parts, max_rows = [[at for at in left if at not in at_fault], at_fault], batch.max_rows
+        for numbers in parts:
             if numbers:
-                part = replace(batch.of(numbers), max_rows=fewer)
+                part = replace(batch.of(numbers), max_rows=max_rows)
                 answers |= self._decode_or_split(part, requests, schedule, records, is_paired, message)
         return answers
 

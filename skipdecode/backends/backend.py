@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.torch_sampling import pick_by_sort
+from skipdecode.backends.torch_sampling import likeliest, pick_by_sort
 from skipdecode.config.model import FeedForwardKind, Quantization
 
 Activation = Literal["none", "relu", "swiglu", "geglu"]
@@ -179,7 +179,8 @@ class PackedWeight(Protocol):
         """Writes the product of x [B, in], without a bias, to `out` [B, out], and returns it."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """The index of the largest output, without a bias, the lower of two equal ones: [B, in] -> [B] int64."""
+        """The index of the largest output, without a bias, the lower of two equal ones; NO_TOKEN where one is NaN or
+        +inf: [B, in] -> [B] int64."""
 
     def ordered(self, bias: Tensor) -> Tensor:
         """A bias [out], in the order in which the weight's outputs are packed."""
@@ -343,8 +344,8 @@ class Backend:
         return False
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """[B, V] -> [B] int64; the lower index where two are equal."""
-        return logits.argmax(dim=-1)
+        """[B, V] -> [B] int64; the lower index where two are equal, NO_TOKEN where one is NaN or +inf."""
+        return likeliest(logits)
 
     def draw(
         self,

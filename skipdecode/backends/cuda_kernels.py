@@ -72,10 +72,11 @@ class Kernels(Protocol):
         """act(gate) * up of y = [gate; up], with SiLU or (`geglu`) GELU by tanh: [B, 2 F] -> [B, F]."""
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """[B, V] -> [B] int64; the lowest index where several are equal."""
+        """[B, V] -> [B] int64; the lowest index where several are equal, NO_TOKEN where one is NaN or +inf."""
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        """`torch_sampling.pick_by_sort` without a sort and without a float32 copy of the logits: [B] int64.
+        """`torch_sampling.pick_by_sort` without a sort and without a float32 copy of the logits: [B] int64, NO_TOKEN
+        where a logit is NaN or +inf.
 
         logits [B, V]; temperature float32 (0: greedy), top_k int64, top_p and uniform float32 are [B, 1], of any
         stride. Sums differ from torch's in their last bits, so a uniform within about 1e-6 of the edge between two

@@ -12,7 +12,7 @@ from torch import Tensor
 from skipdecode.backends.backend import GraphKVRange, KVRange
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.rope import apply_rotary, rotation_at
-from skipdecode.backends.torch_sampling import pick_by_sort
+from skipdecode.backends.torch_sampling import likeliest, pick_by_sort
 from skipdecode.config.model import FeedForwardKind
 
 
@@ -62,7 +62,7 @@ class TorchKernels:
         return (F.silu(gate) if mlp == "swiglu" else F.gelu(gate, approximate="tanh")) * other
 
     def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
+        return likeliest(logits)
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
         return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform)

@@ -7,20 +7,37 @@ vocabulary.
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1
+"""In place of a token where a logit is NaN or +inf: no number of such a row means anything."""
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """[B, V] -> [B] int64: the index of the largest logit, the lower one of two equal ones; NO_TOKEN where one is NaN
+    or +inf."""
+    return logits.argmax(dim=-1).masked_fill(_is_wrong(logits.amax(dim=-1)), NO_TOKEN)
+
+
+def _is_wrong(largest: Tensor) -> Tensor:
+    """Whether the largest logit of a row, NaN where one is, shows that the row means nothing."""
+    return ~(largest < torch.inf)
+
 
 def pick_by_sort(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor, *, cuts: bool = True
 ) -> Tensor:
-    """One token per row from [B, V] float32 logits and [B, 1] parameters, greedy at temperature 0: [B] int64.
+    """One token per row from [B, V] float32 logits and [B, 1] parameters, greedy at temperature 0: [B] int64. NO_TOKEN
+    where a logit is NaN or +inf.
 
     `cuts`: whether top_k or top_p leave anything out in any row. Without them there is nothing to sort, and a row's
     token is the same, bit for bit.
     """
     greedy = temperature == 0
     # the largest becomes 0, so that a tiny temperature cannot overflow to inf - inf
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
+    largest = logits.amax(dim=-1, keepdim=True)
+    scaled = (logits - largest) / temperature.masked_fill(greedy, 1.0)
     drawn = draw(scaled, top_k, top_p, uniform) if cuts else _drawn(scaled.exp(), uniform)
-    return torch.where(greedy[:, 0], logits.argmax(dim=-1), drawn)
+    chosen = torch.where(greedy[:, 0], logits.argmax(dim=-1), drawn)
+    return chosen.masked_fill(_is_wrong(largest)[:, 0], NO_TOKEN)
 
 
 def draw(logits: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def argmax(ROW, V, BLOCK: tl.constexpr):
-    """The largest value of ROW [V] and its lowest index. NaN counts as infinity, as in torch."""
+    """The largest value of ROW [V] and its lowest index, which is -1 (NO_TOKEN) where one is NaN or +inf."""
     at = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
@@ -19,7 +19,8 @@ def argmax(ROW, V, BLOCK: tl.constexpr):
         where = tl.where(x > best, start + at, where)
         best = tl.maximum(best, x)
     largest = tl.max(best, 0)
-    return largest, tl.min(tl.where(best == largest, where, 2147483647), 0)
+    found = tl.min(tl.where(best == largest, where, 2147483647), 0)
+    return largest, tl.where(largest == float("inf"), -1, found)
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def draw_kernel(
     ROW = LOGITS + b * row
     largest, where = argmax(ROW, V, WIDE)
     temperature = tl.load(TEMPERATURE + b)
-    if temperature == 0:
+    if (temperature == 0) | (where < 0):
         tl.store(OUT + b, where.to(tl.int64))
     else:
         at = tl.arange(0, WIDE)

@@ -46,7 +46,8 @@ class LogprobRecorder:
     def record(self, logits: Tensor, chosen: Tensor) -> None:
         """Records one step: logits [B, V] and the tokens [B] chosen from them."""
         if self._rows:
-            self._seen += top_logprobs(logits[self._at], chosen[self._at], self.num_top)
+            own = chosen[self._at].clamp(min=0)  # where it is no token, the row ends once the host reads that
+            self._seen += top_logprobs(logits[self._at], own, self.num_top)
 
     def take(self) -> Asked:
         """What was recorded since the last call, on the device."""

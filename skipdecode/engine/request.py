@@ -32,6 +32,15 @@ class Request:
     """`sampling.structured_outputs`, compiled for the model."""
 
 
+class InvalidLogits(RuntimeError):
+    """The logits of a row are no numbers: an overflow, or memory that has flipped. Whatever is chosen means nothing."""
+
+    def __init__(self, row: str, num_tokens: int) -> None:
+        """`row`: its id; `num_tokens`: the tokens that it had before."""
+        super().__init__(f"row {row!r}: a logit of new token {num_tokens + 1} is NaN or infinite")
+        self.row = row
+
+
 class Row:
     """A request in a batch: the tokens it has generated, and whether it has ended."""
 
@@ -61,12 +70,15 @@ class Row:
         return None if grammar is None else grammar.matches(self.tokens)
 
     def take(self, new: Sequence[int], eos: Collection[int], decode: DecodeText | None) -> None:
-        """Appends tokens made on the device, up to the one that ends the row."""
+        """Appends tokens made on the device, up to the one that ends the row. Raises InvalidLogits for what is no
+        token (`torch_sampling.NO_TOKEN`)."""
         sampling = self.request.sampling
         if sampling.stop and self._scan is None:
             assert decode is not None, "stop strings need decode_text"
             self._scan = StopStringSearch(sampling.stop, decode)
         for token in new[: sampling.max_new_tokens - len(self.tokens)]:
+            if token < 0:
+                raise InvalidLogits(self.request.id, len(self.tokens))
             self.tokens.append(token)
             is_end = (token in eos and not sampling.ignore_eos) or token in sampling.stop_token_ids
             if is_end or (self._scan is not None and self._scan.push(token)):

@@ -14,7 +14,7 @@ from actors.batching.buckets import PlannedBatch
 from actors.generator import Answer, Generator, RowFailure
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch
-from skipdecode.engine.request import Request, Row
+from skipdecode.engine.request import InvalidLogits, Request, Row
 from skipdecode.engine.results import BatchResult, Completion
 from tests.support.random_requests import SKIP, one_by_one, random_requests
 
@@ -59,6 +59,32 @@ def test_a_poisoned_row_fails_alone(
     result = generator(requests)
     check_failures(result.answers, wanted, bad, "RuntimeError", "boom")
     assert sum(record["rows"] for record in result.batches) == 17 - len(bad)  # records are of batches that were decoded
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_row_whose_logits_are_no_numbers_fails_alone(build: Callable[..., Generator], deterministic: bool) -> None:
+    """A token whose embedding has flipped, so that every state behind it is NaN. Its neighbours are as without it."""
+    generator = build(batch_size=8, length_buckets=(32,), deterministic=deterministic)
+    requests = random_requests(8)
+    bad = {i for i, request in enumerate(requests) if 7 in request.prompt_tokens} | {5}
+    requests[5] = Request("row-5", [2, 7], requests[5].sampling)
+    wanted = one_by_one(generator, requests)
+    generator.model.embed_tokens.weight.data[7] = torch.nan
+    result = generator(requests)
+    check_failures(result.answers, wanted, bad, "InvalidLogits: row 'row-", "a logit of new token 1 is NaN")
+
+
+def test_a_row_whose_logits_were_no_numbers_once_is_tried_again(
+    build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and the others together."""
+    for count, tried in ((6, [6, 5, 1]), (1, [1, 1])):
+        generator, requests = build(batch_size=8, length_buckets=(32,)), random_requests(count)
+        wanted, left = one_by_one(generator, requests), [InvalidLogits("row-0", 3)]
+        sizes = fail_when(monkeypatch, lambda _, left=left: left.pop() if left else None)  # type: ignore[misc]
+        assert generator(requests).answers == wanted
+        assert sizes == tried
+        monkeypatch.undo()
 
 
 def test_out_of_memory_halves_the_batch(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:

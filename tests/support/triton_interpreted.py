@@ -20,7 +20,7 @@ from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.kernel_self_test import KernelShape, self_test
 from skipdecode.backends.torch_kernels import TorchKernels, normed_by
-from skipdecode.backends.torch_sampling import pick_by_sort
+from skipdecode.backends.torch_sampling import NO_TOKEN, likeliest, pick_by_sort
 from skipdecode.backends.triton_kernels import TritonKernels
 from skipdecode.config.model import FeedForwardKind
 from skipdecode.engine.generate import generate, refill
@@ -182,7 +182,14 @@ def argmax(dtype: torch.dtype) -> None:
     logits[1, 5999] = 1
     logits[2] = -torch.inf
     logits[3, 17] = torch.nan
-    assert TRITON.argmax(logits).tolist() == [4095, 5999, 0, 17] == logits.argmax(-1).tolist()
+    assert TRITON.argmax(logits).tolist() == [4095, 5999, 0, NO_TOKEN] == likeliest(logits).tolist()
+    logits[1, 5998] = torch.inf
+    assert TRITON.argmax(logits).tolist() == [4095, NO_TOKEN, 0, NO_TOKEN] == likeliest(logits).tolist()
+    one = torch.ones(4, 1, device=DEVICE)
+    for temperature in (0 * one, one):
+        made = on_device(logits, (temperature, one.long() * 50, 0.9 * one), 0.5 * one)
+        assert made[[1, 3]].tolist() == [NO_TOKEN, NO_TOKEN], temperature
+        assert made[0] >= 0, temperature
 
 
 def parameters(rows: list[tuple[float, int, float]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ constexpr int BUCKETS = (0x3f800000 >> 19) + 1;
 
 struct Likeliest {
   float logit;
-  int64_t token;  // the lowest of equal ones; 0 if all are NaN or -inf, which is below all that is compared
+  int64_t token;  // the lowest of equal ones; NO_TOKEN if one is NaN or +inf; 0 if all are -inf, which is below all
 };
 
 template <typename T>
@@ -33,7 +33,12 @@ Likeliest likeliest(int64_t count, const T* logits) {
   for (int64_t from = 0; from < count; from += BLOCK) {
     const int64_t to = std::min(from + BLOCK, count);
     float top = -FLT_MAX;
-    for (int64_t i = from; i < to; ++i) top = load(logits[i]) > top ? load(logits[i]) : top;
+    int has_wrong = 0;
+    for (int64_t i = from; i < to; ++i) {
+      top = load(logits[i]) > top ? load(logits[i]) : top;
+      has_wrong |= is_wrong(load(logits[i]));
+    }
+    if (has_wrong) return {0.0f, NO_TOKEN};
     if (top > best) best = top, at = from;
   }
   const int64_t stop = std::min(at + BLOCK, count);
@@ -182,7 +187,7 @@ void draw(int64_t rows, int64_t count, const T* logits, const float* temperature
     const T* own = logits + row * count;
     const Likeliest most = likeliest(count, own);
     out[row] = most.token;
-    if (temperature[row] == 0.0f) continue;
+    if (temperature[row] == 0.0f || most.token == NO_TOKEN) continue;
     thread_local Buffer<float> buffer;
     float* weights = buffer.reserve(count);
     weigh(count, own, most.logit, temperature[row], weights);

@@ -71,11 +71,11 @@ void pack(int64_t outputs, int64_t inputs, const T* weight, T* packed) {
 }
 
 // The output with the largest value of each row, the lowest index if several are equal as T: the argmax of what `linear`
-// computes, which is never written. Each thread calls `multiply` with a callback that receives its sums.
+// computes, which is never written; NO_TOKEN if one is NaN or +inf. Each thread calls `multiply` with a callback that receives its sums.
 template <typename T, typename Multiply>
 void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Multiply multiply) {
   std::vector<float> best(rows, -FLT_MAX);
-  for (int64_t row = 0; row < rows; ++row) out[row] = 0;  // if all values are NaN
+  for (int64_t row = 0; row < rows; ++row) out[row] = 0;  // if all values are -inf
 #pragma omp parallel num_threads(num_threads)
   {
     const Unit unit;
@@ -94,6 +94,8 @@ void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Mul
         if (value > best[row] || (value == best[row] && at < out[row])) best[row] = value, out[row] = at;
       }
   }
+  for (int64_t row = 0; row < rows; ++row)
+    if (is_wrong(best[row])) out[row] = NO_TOKEN;
 }
 
 template <typename T>

@@ -33,6 +33,15 @@ inline void store(bfloat16& to, float x) {  // to nearest, ties to even
   to.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+constexpr int64_t NO_TOKEN = -1;  // in place of a token where a logit is NaN or +inf
+
+// Whether a logit is NaN or +inf. By its bits, since the compiler takes all numbers for finite.
+inline bool is_wrong(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return (bits & 0x7fffffff) > 0x7f800000 || bits == 0x7f800000;
+}
+
 #ifdef __AVX512F__
 
 struct Floats {
@@ -78,8 +87,10 @@ inline void store_first(bfloat16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first(count), narrow(x));
 }
 
-// Lanes < `count` of x that are larger than `values` replace them, and set `numbers` to `number`.
+// Lanes < `count` of x that are larger than `values` replace them, and set `numbers` to `number`. NaN counts as +inf.
 inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, int32_t* numbers) {
+  const __m512 infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000));
+  x.v = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v, infinity);
   const __mmask16 larger = _mm512_mask_cmp_ps_mask(first(count), x.v, _mm512_loadu_ps(values), _CMP_GT_OQ);
   _mm512_mask_storeu_ps(values, larger, x.v);
   _mm512_mask_storeu_epi32(numbers, larger, _mm512_set1_epi32(number));
@@ -163,6 +174,8 @@ inline void store_first(bfloat16* to, Floats x, int64_t count) {
 }
 
 inline void keep_larger8(__m256 x, __m256i own, int32_t number, float* values, int32_t* numbers) {
+  const __m256 infinity = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
+  x = _mm256_blendv_ps(x, infinity, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));  // NaN counts as +inf
   const __m256 before = _mm256_loadu_ps(values);
   const __m256i at = _mm256_loadu_si256(reinterpret_cast<__m256i*>(numbers));
   const __m256 larger = _mm256_and_ps(_mm256_cmp_ps(x, before, _CMP_GT_OQ), _mm256_castsi256_ps(own));

@@ -16,6 +16,7 @@ from actors.measuring.bench import random_model
 from skipdecode.backends import cpu_kernels, cpu_weights
 from skipdecode.backends.backend import Activation
 from skipdecode.backends.cpu_backend import check_int8
+from skipdecode.backends.torch_sampling import NO_TOKEN
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.linear import Linear
 from tests.support.cpu_backends import (
@@ -109,11 +110,14 @@ def test_the_likeliest_output_of_strange_numbers(product_dtype: torch.dtype) -> 
     weight = -torch.ones(70, 32, dtype=dtype)
     weight[5] = -0.5
     packed = cpu_weights.pack(weight)
-    x = torch.ones(3, 32, dtype=dtype)
-    x[1], x[2] = torch.nan, 3e38
+    x = torch.ones(4, 32, dtype=dtype)
+    x[1], x[2], x[3] = torch.nan, 3e38, -3e38
     made = cpu_kernels.argmax_linear(x, packed, 70).tolist()
-    assert made[:2] == [5, 0]
+    assert made[:2] == [5, NO_TOKEN]
     assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
+    assert made[3] == NO_TOKEN, "an overflow"
+    weight[40, 3] = torch.nan  # a weight that has flipped
+    assert cpu_kernels.argmax_linear(x[:1], cpu_weights.pack(weight), 70).tolist() == [NO_TOKEN]
     with pytest.raises(AssertionError):
         cpu_kernels.argmax_linear(x.double(), packed, 70)
     with pytest.raises(AssertionError):
@@ -389,6 +393,7 @@ def test_zeros_and_what_is_not_a_number(int8_backend: str) -> None:
     assert made[0].tolist() == [96.0, 0.0, 96.0]
     assert made[1:3].tolist() == [[0.0] * 3] * 2
     assert made[3:].isnan().all()
+    assert cpu_kernels.argmax_linear(x, packed, 3).tolist() == [0, 0, 0, NO_TOKEN, NO_TOKEN]
 
 
 def test_a_wrong_int8_operand_is_refused(int8_backend: str) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import cpu_kernels
+from skipdecode.backends.torch_sampling import NO_TOKEN
 from tests.support.cpu_backends import DTYPES, backend, kind, num_threads, product_dtype
 from tests.support.examples import examples
 
@@ -112,12 +113,12 @@ def test_what_is_no_number_ends_no_process(backend: str, value: float, top_k: in
     beside = cpu_kernels.draw(logits, *given_ones)
     logits[0], logits[1, ::2] = value, value
     made = cpu_kernels.draw(logits, *given_ones)
-    assert all(0 <= token < 1300 for token in made.tolist())
     assert made[2] == beside[2]
     if value == -torch.inf:
+        assert 0 <= made[0] < 1300
         assert made[1] % 2 == 1, "what is excluded is not drawn"
-    if value == torch.inf:
-        assert made[:2].tolist() == [0, 0], "the first of the largest"
+    else:
+        assert made[:2].tolist() == [NO_TOKEN, NO_TOKEN]
 
 
 def test_tokens_that_are_excluded_are_never_drawn(backend: str) -> None:
@@ -152,9 +153,18 @@ def test_argmax_is_the_lowest_of_the_largest(
 def test_argmax_of_strange_numbers(backend: str, dtype: torch.dtype) -> None:
     infinity = float("inf")
     rows = [[-0.0, 0.0, -1.0], [-infinity, -3.0, -2.0], [1.0, infinity, 2.0], [-3.0, -2.0, -4.0]]
-    assert cpu_kernels.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, 1, 1]
+    assert cpu_kernels.argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 2, NO_TOKEN, 1]
 
 
-def test_argmax_of_nothing_but_nan_or_minus_infinity_is_a_token(backend: str) -> None:
-    for value in ("nan", "-inf"):
-        assert cpu_kernels.argmax(torch.full((2, 1300), float(value))).tolist() == [0, 0]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_with_a_nan_has_no_token(backend: str, dtype: torch.dtype) -> None:
+    """One among many, of either sign, wherever it is."""
+    for at in (0, 700, 1299):
+        logits = torch.randn(3, 1300, generator=torch.Generator().manual_seed(at)).to(dtype)
+        logits[0, at], logits[2, at] = torch.nan, -torch.tensor(torch.nan)
+        beside = int(logits[1].argmax())
+        assert cpu_kernels.argmax(logits).tolist() == [NO_TOKEN, beside, NO_TOKEN]
+
+
+def test_argmax_of_nothing_but_minus_infinity_is_a_token(backend: str) -> None:
+    assert cpu_kernels.argmax(torch.full((2, 1300), -torch.inf)).tolist() == [0, 0]

@@ -4,21 +4,60 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from skipdecode.checkpoint.detokenizer import StopStringSearch, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
-from skipdecode.engine.request import Request, Row
+from skipdecode.engine.request import InvalidLogits, Request, Row
 from skipdecode.engine.results import Completion
+from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import SkipDecode
 from tests.support.examples import examples
 from tests.support.hf_tokens import FULL, L, Load, LoadHF, hf_generate
 from tests.support.naive import greedy, random_prompts, requests_for, tokens_of
+
+# Logits that are no numbers
+
+
+def decode_to_the_end(batch: StaticBatch) -> None:
+    while not batch.is_done:
+        batch.step()
+
+
+@pytest.mark.parametrize("keys", [{}, {"temperature": 0.8}], ids=str)
+@pytest.mark.parametrize("num_top", [None, 2])
+def test_a_row_whose_logits_are_no_numbers_ends_its_batch(
+    loaded: Decoder, monkeypatch: pytest.MonkeyPatch, keys: dict[str, float], num_top: int | None
+) -> None:
+    """Never by a token; where tokens are read late, as on GPUs, what was chosen is fed in the meantime."""
+    sampling = Sampling(max_new_tokens=12, ignore_eos=True, **keys)  # type: ignore[arg-type]
+    requests = [Request(f"r{i}", p, sampling, num_top) for i, p in enumerate(random_prompts([3, 9, 5], seed=5))]
+    head, steps = Decoder.head_states, list[int]()
+
+    def overflows(model: Decoder, h: Tensor) -> Tensor:
+        steps.append(len(steps))
+        states = head(model, h)
+        if len(steps) == 6:
+            states[1, 5] = torch.nan
+        return states
+
+    monkeypatch.setattr(Decoder, "head_states", overflows)
+    for check_every, max_pending in ((1, 0), (4, 1)):
+        steps.clear()
+        batch = StaticBatch(loaded, requests, FULL, check_every=check_every, max_pending=max_pending)
+        batch.prefill()
+        with pytest.raises(InvalidLogits, match="row 'r1': a logit of new token 6 is NaN or infinite"):
+            decode_to_the_end(batch)
+        assert len(batch.rows[1].tokens) == 5
+        assert len(steps) == (6 if check_every == 1 else 12)
+
 
 # Limits
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from skipdecode.backends.torch_sampling import draw, pick_by_sort
+from skipdecode.backends.torch_sampling import NO_TOKEN, draw, pick_by_sort
 from skipdecode.config.sampling import Sampling
 from skipdecode.model.random_numbers import row_uniforms
-from skipdecode.model.sampler import Sampler, pick
+from skipdecode.model.sampler import Sampler, argmax, pick
 from tests.support.examples import examples
 
 LARGEST = 1.0 - 2.0**-24  # the largest float32 that `row_uniforms` can give
@@ -255,13 +255,15 @@ def test_cpus_draw_what_sorting_draws(vocab: int, dtype: torch.dtype) -> None:
     assert others <= 1, "of 280: sums in another order may round to the other side of a top-p edge"
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_logits_that_are_no_numbers_give_a_token_all_the_same(value: float) -> None:
-    """An index out of range would end the worker; a row beside it is not touched."""
+@pytest.mark.parametrize("row", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)])
+def test_logits_that_are_no_numbers_give_no_token(row: Sampling) -> None:
+    """A row beside them is not touched."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
-    row = Sampling(temperature=1.0, top_p=0.9)
     beside = sample(logits, [row, row])[1]
-    logits[0] = value
-    tokens = sample(logits, [row, row])
-    assert 0 <= tokens[0] < 50
-    assert tokens[1] == beside
+    for wrong, at in ((torch.nan, slice(None)), (torch.nan, 30), (torch.inf, 7)):
+        own = logits.clone()
+        own[0, at] = wrong
+        assert sample(own, [row, row]) == [NO_TOKEN, beside]
+        assert argmax(own).tolist() == [NO_TOKEN, int(logits[1].argmax())]
+    logits[0] = -torch.inf
+    assert 0 <= sample(logits, [row, row])[0] < 50
