@@ -25,6 +25,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.schedule import Schedule, kv_owner_of_layers
 
+COPY_BYTES = 1 << 28  # of keys or values that are copied to rows at a time: a copy takes as much memory beside
 PREFIX_STEP = 2  # the length of a prefix is a multiple of this
 
 
@@ -251,7 +252,10 @@ def _copy(prefixes: KVCache, prefix_of_row: Sequence[int], cache: KVCache) -> No
     first, to = prefixes.num_pad[source] + at, cache.num_pad[rows] + at
     for owner in set(cache.kv_owner):
         for own, held in ((cache.k[owner], prefixes.k[owner]), (cache.v[owner], prefixes.v[owner])):
-            own[rows, :, to] = held[source, :, first]  # [N, G, K]
+            step = max(1, COPY_BYTES // (own.shape[1] * own.shape[3] * own.element_size()))
+            for start in range(0, total, step):
+                part = slice(start, min(start + step, total))
+                own[rows[part], :, to[part]] = held[source[part], :, first[part]]  # [N, G, K]
 
 
 def _clear_padding(cache: KVCache) -> None:

@@ -6,6 +6,8 @@ torch's fused attention takes a mask or groups of queries, not both. What it fal
 import importlib.util
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.sampling import Sampling
+from skipdecode.engine import prefix_sharing
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate
 from skipdecode.engine.logprobs import score_prompts
@@ -21,6 +25,7 @@ from skipdecode.engine.prefill import PREFILL_BYTES, allocate_cache, feed_prompt
 from skipdecode.engine.prefix_sharing import share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
+from skipdecode.families import released
 from skipdecode.kv import view
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
@@ -29,7 +34,7 @@ from tests.support.graphs import FakeCaptures
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 if importlib.util.find_spec("triton") is not None:
-    from tests.support.fake_cuda import TORCH, fake_cuda, fake_model
+    from tests.support.fake_cuda import CUDA, TORCH, fake_cuda, fake_model
 
 L = 2
 Seen = list[tuple[bool, bool]]
@@ -146,6 +151,40 @@ def test_prompts_take_a_gibibyte(seen: Seen, name: str, rows: int, columns: int)
         with Live(cache) as live:
             feed_prompts(model, tokens, cache, plan.prefill(), return_argmax=True)
     assert PREFILL_BYTES / 2 < live.most < 1.02 * PREFILL_BYTES
+
+
+def test_prefixes_are_copied_to_rows_in_pieces() -> None:
+    """All at once they would take as much memory as the cache of a layer, and as much again: 4 GiB here."""
+    with fake_cuda():
+        model, plan = fake_model("opt-6.7b", layers=1), FullDepth(1)
+        prompts = [[2, *range(3, 1002), 5 + row] for row in range(256)]
+        sharing = share_prefixes(prompts, [[1000]] * 256)
+        assert sharing is not None
+        num_pad = to_device([0] * 256, CUDA)
+        rows = allocate_cache(model, num_pad, 1001, plan, 2, num_pad_host=[0] * 256)
+        prefixes = allocate_cache(model, num_pad[:1], 1000, plan, 1, num_pad_host=[0])
+        with Live(rows) as live:
+            prefix_sharing._copy(prefixes, sharing.prefix_of_row, rows)
+    assert live.most < 3 * prefix_sharing.COPY_BYTES
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 8])
+def test_pieces_of_prefixes_are_the_prefixes(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """A token at a time, and some, which need not end where a row does."""
+    config, seed = released("opt-125m"), torch.Generator().manual_seed(1)
+    allocate = partial(KVCache.allocate, replace(config, num_hidden_layers=2), dtype=torch.float32)
+    prefixes = allocate(num_pad=torch.tensor([0, 3]), num_pad_host=[0, 3], capacities=[7] * 2)
+    for memory in (*prefixes.k, *prefixes.v):
+        memory.copy_(torch.randn(memory.shape, generator=seed))
+    made = []
+    for size in (1 << 28, piece * config.kv_dim * 4):
+        monkeypatch.setattr(prefix_sharing, "COPY_BYTES", size)
+        rows = allocate(num_pad=torch.tensor([2, 0, 1]), num_pad_host=[2, 0, 1], capacities=[12] * 2)
+        prefix_sharing._copy(prefixes, [0, -1, 1], rows)
+        made.append([*rows.k, *rows.v])
+    assert torch.equal(made[0][0][0, :, 2:9], prefixes.k[0][0])
+    assert torch.equal(made[0][0][2, :, 1:5], prefixes.k[0][1, :, 3:])
+    assert all(torch.equal(*pair) for pair in zip(*made, strict=True))
 
 
 def test_a_long_prompt_goes_alone_and_has_no_mask(seen: Seen) -> None:
