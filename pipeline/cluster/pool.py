@@ -5,6 +5,7 @@ kept free, and a pool that cannot fit is a `ConfigError` at once. Joins the clus
 `ray job submit`), otherwise starts one in this process.
 """
 
+import glob
 import logging
 import os
 import time
@@ -19,6 +20,7 @@ from pipeline.formatting import Log
 from skipdecode.backends.choice import VARIABLE
 from skipdecode.backends.host_memory import num_cores, total_bytes
 
+NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 IO_CPUS = 1.0  # kept free for reading, tokenising and writing
 STAGE_CPUS = 0.25  # asked for by each such task
 CPUS_PER_ACTOR = 4  # `auto` on a CPU: cores that one decoder can use before a second one pays more
@@ -137,6 +139,23 @@ def look_at_cluster(is_embedded: bool = False) -> Cluster:
         is_embedded,
         tuple(node.get("CPU", 0.0) for node in nodes),
         tuple(node.get("GPU", 0.0) for node in nodes),
+    )
+
+
+def unseen_gpus(actors: ActorsConfig, cluster: Cluster, devices: str = NVIDIA_DEVICES) -> str | None:
+    """A remark where this machine has NVIDIA devices and its Ray has found none; None where that is meant, or unknown.
+
+    Ray asks NVML, and where that cannot be opened it counts no GPU without a word; torch may see them all the same.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    if cluster.num_gpus or not cluster.is_embedded or actors.num_gpus != "auto" or is_hidden:
+        return None
+    found = sorted(glob.glob(devices))
+    if not found:
+        return None
+    return (
+        f"warning: this machine has {', '.join(found)}, and Ray counts no GPU, so CPUs decode; if that is not meant, "
+        f"`ray start --head --num-gpus={len(found)}` and RAY_ADDRESS=auto use them (actors.num_gpus=0 if it is)"
     )
 
 

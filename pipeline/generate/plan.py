@@ -16,7 +16,7 @@ from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
 from pipeline.cluster.node_backends import find_backends, reason_against_int8, reason_for_torch, resolve_dtype
-from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray
+from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray, unseen_gpus
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Log, count
 from pipeline.generate.check_paths import check_no_overlap, check_output, has_all_rows, removed_on_refusal
@@ -87,6 +87,8 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     cluster = start_ray(log)
     stop_on_sigterm()
     log(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
+    if (remark := unseen_gpus(config.actors, cluster)) is not None:
+        log(remark)
     pool = find_pool(config.actors, cluster)
     dtype = resolve_run_dtype(config, model, earlier_dtype(earlier), cluster, pool)
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, log)

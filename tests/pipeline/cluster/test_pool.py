@@ -1,8 +1,10 @@
 """Sizing the pool: what `auto` means, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 
-from pipeline.cluster.pool import Cluster, plan_pool
+from pipeline.cluster.pool import Cluster, plan_pool, unseen_gpus
 from pipeline.config.job import ActorsConfig, ConfigError
 
 LAPTOP = Cluster(num_cpus=8, num_gpus=0, num_cores=2, is_embedded=True)
@@ -92,3 +94,21 @@ def test_auto_counts_the_actors_of_each_node(num_gpus: float, node_gpus: tuple[i
     nodes = Cluster(128, sum(node_gpus), 128, is_embedded=False, node_cpus=(64, 64), node_gpus=node_gpus)
     pool = plan_pool(ActorsConfig(num_gpus=num_gpus), nodes, free(nodes))
     assert (pool.min_size, pool.max_size) == (size, size)
+
+
+def test_gpus_that_ray_does_not_count_are_remarked_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks NVML, and counts none where that cannot be opened: a corpus would go through the CPUs without a word."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices = str(tmp_path / "nvidia[0-9]*")
+    assert unseen_gpus(ActorsConfig(), LAPTOP, devices) is None
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    remark = unseen_gpus(ActorsConfig(), LAPTOP, devices)
+    assert remark is not None
+    assert f"{tmp_path / 'nvidia0'}, {tmp_path / 'nvidia1'}, and Ray counts no GPU" in remark
+    assert "--num-gpus=2" in remark
+    assert unseen_gpus(ActorsConfig(num_gpus=0), LAPTOP, devices) is None, "it is meant"
+    assert unseen_gpus(ActorsConfig(), GPU_BOX, devices) is None
+    assert unseen_gpus(ActorsConfig(), CPU_CLUSTER, devices) is None, "this machine is not its workers'"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert unseen_gpus(ActorsConfig(), LAPTOP, devices) is None, "hidden on purpose"
