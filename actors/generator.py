@@ -19,7 +19,15 @@ from actors.batching.prompt_scoring import is_scored_alone, score_alone, with_sc
 from actors.batching.shared_prefixes import NOMINAL_CEILINGS, PrefillCosts, prefixes_in
 from actors.batching.windows import WindowCutter
 from actors.ceilings import measure_ceilings
-from actors.memory import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, MemoryBudget, check_weights_fit, is_device_lost
+from actors.memory import (
+    DETERMINISTIC_ROWS,
+    MAX_BATCH_ROWS,
+    MemoryBudget,
+    check_weights_fit,
+    is_device_lost,
+    keep_segments_whole,
+    wait_for_memory,
+)
 from actors.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.backends.device import backend_on, choice_on
 from skipdecode.checkpoint.hub import resolve_source
@@ -556,8 +564,10 @@ def _load(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.device], tor
     dtype = choose_dtype(config.dtype, device)
     devices = devices_of(device, config.num_devices)
     if devices[0].type == "cuda":
+        keep_segments_whole()
         shape = read_config(resolve_source(config.source), config.implementation)
         check_weights_fit(shape, config.source, devices, dtype.itemsize, config.memory_share)
+        wait_for_memory(devices, config.memory_share)
     model = load_model(
         config.source,
         adapter=config.adapter,

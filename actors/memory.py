@@ -5,12 +5,16 @@ is free.
 """
 
 import gc
+import logging
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.backends.host_memory import available_bytes
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.batch_sizes import MAX_ROWS, row_rounding, rows_within
@@ -20,10 +24,15 @@ from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.schedules.schedule import FullDepth, Schedule
 
+logger = logging.getLogger(__name__)
+
 MAX_BATCH_ROWS = {"cpu": 128, "cuda": MAX_ROWS}  # `batch_size: auto`: more rows than this bring little on either kind
 DETERMINISTIC_ROWS = 32  # `batch_size: auto` under `deterministic`: the same on every machine
 BATCH_SHARE = 0.25  # of a host's free memory, for the cache of one batch of a job
 SERVING_SHARE = 0.5  # of a host's free memory, for the caches of all batches of an endpoint
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+MEMORY_WAIT_S, MEMORY_POLL_S = 60.0, 1.0
+ENOUGH_OF_SHARE = 0.8  # of what a worker may take; with less its batches are notably smaller
 SPARE_SHARE = 0.05  # of a GPU's memory, left free whatever the worker's share, since others may hold some of it
 
 
@@ -139,19 +148,50 @@ def check_weights_fit(
     )
 
 
+def keep_segments_whole() -> None:
+    """Lets torch's allocator grow its segments of a GPU's memory, unless the environment says otherwise.
+
+    Prompts of ever new shapes fragment what is beside the caches. To be called before CUDA is used in this process.
+    """
+    if not os.environ.keys() & set(ALLOCATOR_VARIABLES):
+        is_new = hasattr(torch._C, "_accelerator_setAllocatorSettings")  # torch 2.9 warns of the older name
+        os.environ[ALLOCATOR_VARIABLES[0 if is_new else 1]] = "expandable_segments:True"
+
+
+def wait_for_memory(devices: Sequence[torch.device], share: float) -> None:
+    """Waits until `share` of each GPU is free, which a worker keeps for good at its start: the process that it follows
+    may still hold some. Warns after MEMORY_WAIT_S where much of it is still missing."""
+    deadline = time.monotonic() + MEMORY_WAIT_S
+    while True:
+        memories = [DeviceMemory.of(device) for device in devices]
+        least = min((memory.free + memory.own) / memory.total for memory in memories)
+        if least >= share:
+            return
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(MEMORY_POLL_S)
+    if least < ENOUGH_OF_SHARE * share:
+        logger.warning(
+            "%.0f %% of a GPU's memory is free, and this worker may take %.0f %% (actors.memory_share): others hold "
+            "the rest, and batches are smaller for it",
+            100 * least,
+            100 * share,
+        )
+
+
 def is_device_lost(error: Exception, devices: Sequence[torch.device]) -> bool:
     """True if a device no longer works in this process, so that every later batch would fail too.
 
     CUDA errors have many types (torch's, cuBLAS's, Triton's). After an error of the batch's own the devices still add.
     """
-    return not isinstance(error, torch.OutOfMemoryError | MemoryError) and not all(map(_works, devices))
+    return not is_out_of_memory(error) and not all(map(_works, devices))
 
 
 def _works(device: torch.device) -> bool:
     try:
         return torch.ones(8, device=device).sum().item() == 8
-    except Exception:
-        return False
+    except Exception as error:
+        return is_out_of_memory(error)  # a full device works
 
 
 def freeze_gc() -> None:

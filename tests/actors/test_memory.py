@@ -3,6 +3,7 @@
 The CUDA back end runs with torch's operators on the CPU, and says that it is a GPU where that is asked.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,9 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors import generator
+from actors import generator, memory
 from actors.generator import Generator, GeneratorConfig
-from actors.memory import DeviceMemory, MemoryBudget, check_weights_fit, is_device_lost
+from actors.memory import (
+    DeviceMemory,
+    MemoryBudget,
+    check_weights_fit,
+    is_device_lost,
+    keep_segments_whole,
+    wait_for_memory,
+)
 from actors.serving import cohort_scheduler
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
@@ -110,6 +118,54 @@ def test_what_others_hold_is_not_taken() -> None:
     assert memory.for_caches(0.85) == 16 * GB  # a twentieth of the device stays free
     assert DeviceMemory(total=80 * GB, free=1 * GB, own=2 * GB).for_caches(0.85) == 0
     assert DeviceMemory(total=80 * GB, free=78 * GB, own=2 * GB).for_caches(0.425) == 32 * GB  # half a GPU
+
+
+class Clock:
+    """Time that passes in `sleep` alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(memory.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(memory.time, "sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("free", "waited_s", "is_said"),
+    [([70], 0, False), ([5, 5, 30, 79], 3, False), ([48], 60, True), ([67], 60, False)],
+)
+def test_a_worker_waits_for_the_memory_that_its_predecessor_holds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: list[int], waited_s: int, is_said: bool
+) -> None:
+    """What it finds at its start it keeps for good; of 80 GB it may take 68."""
+    clock = Clock(monkeypatch)
+    seen = lambda _: DeviceMemory(80 * GB, free[min(int(clock.now), len(free) - 1)] * GB, 0)  # noqa: E731
+    monkeypatch.setattr(DeviceMemory, "of", seen)
+    wait_for_memory([torch.device("cuda")], 0.85)
+    assert clock.now == waited_s
+    said = "60 % of a GPU's memory is free, and this worker may take 85 % (actors.memory_share)"
+    assert (said in caplog.text) == is_said
+
+
+def test_workers_that_share_a_gpu_wait_for_their_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(80 * GB, 40 * GB, 0))
+    wait_for_memory([torch.device("cuda")], 0.425)
+    assert clock.now == 0
+
+
+def test_torchs_allocator_grows_its_segments_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in memory.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    keep_segments_whole()
+    made = {name: os.environ.pop(name, None) for name in memory.ALLOCATOR_VARIABLES}
+    assert sorted(made.values(), key=str) == [None, "expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:256")
+    keep_segments_whole()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") is None
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:256"
 
 
 def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +319,18 @@ def test_a_device_that_counts_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -
     assert not is_device_lost(torch.OutOfMemoryError("CUDA out of memory"), [torch.device("cpu")])
     monkeypatch.setattr("actors.memory._works", lambda device: device.type == "cpu")
     assert is_device_lost(CudaError("whatever"), [torch.device("cpu"), torch.device("cuda", 1)])
+
+
+def test_a_full_device_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one whose driver says so, which has types of its own for it."""
+
+    def full(*_args: object, **_keys: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr(torch, "ones", full)
+    assert not is_device_lost(CudaError("invalid configuration argument"), [torch.device("cpu")])
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: pytest.fail("asks the device"))
+    assert not is_device_lost(RuntimeError("Triton Error [CUDA]: out of memory"), [torch.device("cpu")])
 
 
 def test_a_lost_device_in_a_measurement_ends_the_worker(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
