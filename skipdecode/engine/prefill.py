@@ -61,8 +61,9 @@ def feed_prompts(
     """Feeds left-padded prompts [B, P] into an empty `cache`: logits of the last column [B, V], or with `return_argmax`
     the most likely token [B].
 
-    `rows_at_once` rows go through together. `num_pad` [B]: padding of the prompts; None if it is that of `cache`.
-    `in_equal_parts`: all parts have the same size, so that a row's result does not depend on its index in the batch.
+    `rows_at_once` rows go through together, on a GPU without the columns that are padding in all of them. `num_pad`
+    [B]: padding of the prompts; None if it is that of `cache`. `in_equal_parts`: all parts have the same size, and all
+    columns, so that a row's result does not depend on its index in the batch.
     """
     num_pad = cache.num_pad if num_pad is None else num_pad
     positions = (torch.arange(tokens.shape[1], device=model.device) - num_pad[:, None]).clamp(min=-1)
@@ -70,13 +71,17 @@ def feed_prompts(
     rows = rows_at_once(model, tokens.shape[1], tokens.shape[1], has_mask=cache.valid is not None)
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
-    # a mask over a long prompt is larger than everything else, and a row that is fed alone needs none
-    one_by_one = rows == 1 and model.device.type == "cuda" and not in_equal_parts and cache.num_pad_host is not None
+    # Rows come by length, so most parts have none of the batch's longest. A part without padding needs no mask, which
+    # over a long prompt is larger than everything else.
+    trims = model.device.type == "cuda" and not in_equal_parts and cache.valid is not None
+    paddings = cache.num_pad_host if trims else None
     made = []
     for at in range(0, whole, rows):
         part = slice(at, min(at + rows, whole))
-        view = cache.unpadded_row(at) if one_by_one else cache.slice_rows(part.start, part.stop)
-        fed = slice(cache.num_pad_host[at] if one_by_one and cache.num_pad_host is not None else 0, None)
+        pad = 0 if paddings is None else min(paddings[part])
+        is_trimmed = paddings is not None and (pad > 0 or not any(paddings[part]))
+        view = cache.trimmed(part.start, part.stop) if is_trimmed else cache.slice_rows(part.start, part.stop)
+        fed = slice(pad, None)
         made.append(model(tokens[part, fed], positions[part, fed], view, plan, return_argmax=return_argmax))
     cache.length += tokens.shape[1]
     return torch.cat(made)

@@ -249,18 +249,21 @@ class KVCache:
             part.length = self.length
         return self._parts
 
-    def unpadded_row(self, row: int) -> "KVCache":
-        """One row of an empty cache in the same memory, without the row's padding, which becomes zeros."""
+    def trimmed(self, start: int, end: int) -> "KVCache":
+        """Rows start..end-1 of an empty cache in the same memory, without the columns that are padding in all of them,
+        which become zeros."""
         assert self.length == 0, "the cache is not empty"
-        assert self.num_pad_host is not None, "the row's padding is not known on the host"
-        pad, rows, own = self.num_pad_host[row], slice(row, row + 1), {}
+        assert self.num_pad_host is not None, "the rows' padding is not known on the host"
+        rows, num_pad_host, own = slice(start, end), self.num_pad_host[start:end], {}
+        pad = min(num_pad_host)
         for owner in set(self.kv_owner):
             memory = self.k[owner][rows], self.v[owner][rows]
             for tensor in memory:
                 tensor[:, :, :pad] = 0
             own[owner] = [tensor[:, :, pad:] for tensor in memory]
         k, v = ([own[owner][which] for owner in self.kv_owner] for which in range(2))
-        return KVCache(k, v, torch.zeros_like(self.num_pad[rows]), self.kv_owner, num_pad_host=[0])
+        left = [count - pad for count in num_pad_host]
+        return KVCache(k, v, self.num_pad[rows] - pad, self.kv_owner, num_pad_host=left)
 
     def with_length(self, length: int) -> Self:
         """A cache in the same memory, of which `length` columns are filled."""

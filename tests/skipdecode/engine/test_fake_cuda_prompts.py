@@ -4,6 +4,7 @@ torch's fused attention takes a mask or groups of queries, not both. What it fal
 """
 
 import importlib.util
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import released
 from skipdecode.kv import view
 from skipdecode.kv.static_cache import KVCache
+from skipdecode.model.decoder import Decoder
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_states
 from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures
@@ -151,6 +153,30 @@ def test_prompts_take_a_gibibyte(seen: Seen, name: str, rows: int, columns: int)
         with Live(cache) as live:
             feed_prompts(model, tokens, cache, plan.prefill(), return_argmax=True)
     assert PREFILL_BYTES / 2 < live.most < 1.02 * PREFILL_BYTES
+
+
+def test_a_part_has_the_columns_of_its_own_longest_prompt(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the batch's; and where all its prompts are as long, no mask."""
+    forward, fed = Decoder.forward, list[torch.Size]()
+
+    def noted(model: Decoder, tokens: Tensor, *rest: Any, **keys: Any) -> Tensor:
+        fed.append(tokens.shape)
+        return forward(model, tokens, *rest, **keys)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    with fake_cuda():
+        model, plan = fake_model("llama-3.1-8b", layers=L), FullDepth(L)
+        for lengths in ([500] * 32 + [1000 - 2 * i for i in range(64)], [1000] * 32 + [600] * 32):
+            fed.clear(), seen.clear()
+            tokens, num_pad, num_pad_host = pad_prompts(model, requests_for(lengths), None, None)
+            cache = allocate_cache(model, num_pad, 1000, plan, 2, num_pad_host=num_pad_host)
+            feed_prompts(model, tokens, cache, plan.prefill(), return_argmax=True)
+            ends = list(itertools.accumulate(rows for rows, _ in fed))
+            parts = [lengths[end - rows : end] for end, (rows, _) in zip(ends, fed, strict=True)]
+            assert len(parts) > 4
+            assert [columns for _, columns in fed] == [max(part) for part in parts]
+            needs_mask = [len(set(part)) > 1 for part in parts]
+            assert [has_mask for has_mask, _ in seen[:: len(seen) // len(parts)]] == needs_mask
 
 
 def test_prefixes_are_copied_to_rows_in_pieces() -> None:

@@ -198,7 +198,12 @@ def test_a_row_may_be_fed_without_its_padding(loaded: Decoder, way: str) -> None
 
 
 def check_rows_alone(model: Decoder) -> None:
-    plan, (tokens, _, num_pad) = FullDepth(6).prefill(), left_pad(random_prompts([5, 9, 2]))
+    for parts in ([(0, 1), (1, 2), (2, 3)], [(0, 2), (2, 3)]):
+        check_parts(model, parts)
+
+
+def check_parts(model: Decoder, parts: list[tuple[int, int]]) -> None:
+    plan, (tokens, _, num_pad) = FullDepth(6).prefill(), left_pad(random_prompts([5, 2, 9]))
     wanted, filled = feed(model, tokens, num_pad, plan)
     cache = KVCache.allocate(
         model.config, num_pad=num_pad, capacities=[64] * 6, dtype=torch.float32, num_pad_host=num_pad.tolist()
@@ -206,9 +211,11 @@ def check_rows_alone(model: Decoder) -> None:
     for tensor in (*cache.k, *cache.v):
         tensor.fill_(torch.nan)
     with torch.inference_mode():
-        for row, pad in enumerate(num_pad.tolist()):
-            made = model(tokens[row : row + 1, pad:], torch.arange(9 - pad)[None], cache.unpadded_row(row), plan)
-            torch.testing.assert_close(made, wanted[row : row + 1], atol=2e-5, rtol=0)
+        for start, end in parts:
+            rows, pad = slice(start, end), int(num_pad[start:end].min())
+            positions = (torch.arange(9) - num_pad[rows, None]).clamp(min=-1)[:, pad:]
+            made = model(tokens[rows, pad:], positions, cache.trimmed(start, end), plan)
+            torch.testing.assert_close(made, wanted[rows], atol=2e-5, rtol=0)
         cache.length = 9
         newest, positions = wanted.argmax(-1)[:, None], (9 - num_pad)[:, None]
         steps = [model(newest, positions, each, plan) for each in (cache, filled)]
