@@ -1,29 +1,36 @@
 """Checks a GPU step by step: `python -m benchmarks.gpu_check`, or `make gpu`. Needs no Ray and no pydantic.
 
 It goes from what must hold (the device computes, tokens are those of a CPU, steps can be captured) to what should hold
-(memory stays flat, speed is near its prediction), and stops at the first failure with a sentence that names it. Results
-so far are written to one JSON file under benchmarks/results/. A check that cannot run here (no pytest, no Ray) is
-listed as not run. Exit codes: 0 everything is right; 1 something is wrong; 2 there is no GPU.
+(memory stays flat, speed is near its prediction), and stops at the first failure with a sentence that names it; with
+--keep-going it runs the other checks too. It ends with a table. Results so far are written to one JSON file under
+benchmarks/results/. A check that cannot run here (no pytest, no Ray) is listed as not run. --dry-run tries the checks
+themselves on a CPU, with a tiny model and torch's operators. Exit codes: 0 everything is right; 1 something is wrong; 2
+there is no GPU.
 """
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu import attention
 from benchmarks.gpu.attention import check_attention
-from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed
-from benchmarks.gpu.decoding_checks import check_batches, check_captures, check_larger, check_speed, check_tokens
+from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed, not_run
+from benchmarks.gpu.decoding_checks import SMALL, check_batches, check_captures, check_larger, check_speed, check_tokens
 from benchmarks.gpu.machine_checks import check_device, check_kernels, nvidia_smi
 from benchmarks.gpu.overlap import check_overlap
 from benchmarks.gpu.replays import check_replays
 from benchmarks.gpu.subprocess_checks import check_job, check_lane, check_sanitizer
-from skipdecode.families import released
+from skipdecode.backends import device
+from skipdecode.backends.cuda_backend import CudaBackend
+from skipdecode.backends.torch_kernels import TorchKernels
+from skipdecode.families import config_of, released
 
 RESULTS = Path(__file__).parent / "results"
 CHECKS: dict[str, Check] = {
@@ -41,7 +48,10 @@ CHECKS: dict[str, Check] = {
     "sanitizer": check_sanitizer,
     "job": check_job,
 }
-
+NEEDS = {"batches": "captures", "replays": "captures", "speed": "captures"}
+"""Checks of the model that another one builds."""
+TINY = SMALL | {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 3}
+"""config.json of the model of a dry run."""
 
 Document = dict[str, object]
 
@@ -51,22 +61,34 @@ def run_checks(
     checks: dict[str, Check],
     log: Callable[[str], None],
     save: Callable[[Document], None] = lambda _: None,
+    *,
+    keep_going: bool = False,
 ) -> Document:
-    """The results of the checks up to the first failure, which `wrong` names (None if there is none).
+    """The results of the checks up to the first failure, which `wrong` names (None if there is none). With
+    `keep_going` of all of them that do not need one that has failed; `more_wrong` names further failures.
 
     `save` is called with the results so far after each check, since a machine may disappear at any moment.
     """
     seconds: dict[str, float] = {}
-    document: Document = {"wrong": None, "seconds": seconds}
+    more_wrong: list[str] = []
+    failed: set[str] = set()
+    document: Document = {"wrong": None, "more_wrong": more_wrong, "seconds": seconds}
     for name, check in checks.items():
         start = time.perf_counter()
         try:
-            document[name] = found = check(context)
+            needs = NEEDS.get(name, "")
+            document[name] = found = not_run(f"{needs} is wrong") if needs in failed else check(context)
         except Exception as error:  # any error is a failed check
             sentence = str(error.args[0]) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
-            document["wrong"] = f"{name}: {sentence}"
             document[name] = error.args[1] if isinstance(error, CheckFailed) and len(error.args) > 1 else None
-            log(f"WRONG: {document['wrong']}")
+            failed.add(name)
+            if document["wrong"] is None:
+                document["wrong"] = f"{name}: {sentence}"
+            else:
+                more_wrong.append(f"{name}: {sentence}")
+            log(f"WRONG: {name}: {sentence}")
+            if keep_going:
+                continue
             break
         finally:
             seconds[name] = time.perf_counter() - start
@@ -76,38 +98,75 @@ def run_checks(
     return document
 
 
+def table(document: Document, wanted: Iterable[str]) -> list[str]:
+    """A line for each check: how it went, how long it took, and what is wrong or why it did not run."""
+    more: list[str] = document["more_wrong"]  # type: ignore[assignment]
+    wrong = dict(str(one).split(": ", 1) for one in [document["wrong"], *more] if one is not None)
+    seconds: dict[str, float] = document["seconds"]  # type: ignore[assignment]
+    lines = []
+    for name in wanted:
+        found = document.get(name)
+        why = found.get("not_run") if isinstance(found, dict) else None
+        state = "WRONG" if name in wrong else "left" if name not in seconds else "well" if why is None else "not run"
+        took = f"{seconds[name]:7.1f} s" if name in seconds else " " * 9
+        lines.append(f"{name:10} {state:8} {took}  {wrong.get(name) or why or ''}".rstrip())
+    return lines
+
+
+def dry_context() -> CheckContext:
+    """The context of a dry run: a tiny model on the CPU, as CUDA devices compute it but by torch's operators. What is
+    timed is judged by nothing. For the rest of this process."""
+    device.CPU = CudaBackend(TorchKernels())  # type: ignore[assignment]
+    attention.MAX_NEW_SHAPE_S, attention.MIN_OF_BEST = math.inf, 0.0
+    config = config_of(TINY)
+    sizes = {"rows": (2, 4), "prompt_tokens": 8, "new_tokens": 6, "context_tokens": 32, "cache_bytes": 1 << 20}
+    return CheckContext(torch.device("cpu"), config, config, is_dry=True, **sizes)  # type: ignore[arg-type]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="opt-1.3b", help="of the model that is timed, random weights")
     parser.add_argument("--larger", default="opt-6.7b", help="of the one that is timed after it; none: no other")
     optional = [name for name in CHECKS if name != "captures"]  # it builds the model for later checks
     parser.add_argument("--skip", action="append", default=[], choices=optional, help="a check to leave out")
+    parser.add_argument("--keep-going", action="store_true", help="run the checks after one that is wrong, too")
+    parser.add_argument("--dry-run", action="store_true", help="try the checks themselves, on a CPU; writes nothing")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args(argv)
 
     def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    wanted = {check: work for check, work in CHECKS.items() if check not in arguments.skip}
+    if arguments.dry_run:
+        found = run_checks(dry_context(), wanted, log, keep_going=arguments.keep_going)
+        log("\n".join(["dry run, no GPU was used:", *table(found, wanted)]))
+        print(json.dumps({"wrong": found["wrong"], "dry_run": True}))
+        return 0 if found["wrong"] is None else 1
     if not torch.cuda.is_available():
         log(f"no GPU: torch {torch.__version__} sees none{others_see()}; run this where there is one")
         return 2
-    device, today = torch.device("cuda"), datetime.now(UTC).date().isoformat()
-    name = torch.cuda.get_device_name(device)
+    gpu, today = torch.device("cuda"), datetime.now(UTC).date().isoformat()
+    name = torch.cuda.get_device_name(gpu)
     file = arguments.output / f"{today}-gpu-check-{name.lower().replace(' ', '-').replace('/', '-')}.json"
     shapes = {"shape": arguments.shape, "larger": arguments.larger, "skipped": arguments.skip}
 
     larger = None if arguments.larger == "none" else released(arguments.larger)
-    wanted = {check: work for check, work in CHECKS.items() if check not in arguments.skip}
 
     def save(found: Document) -> None:
         checks = {check: what for check, what in found.items() if check in wanted}
         document = {"date": today, "device": name} | shapes
-        document |= {"wrong": found["wrong"], "left": [check for check in wanted if check not in checks]}
+        document |= {
+            "wrong": found["wrong"],
+            "more_wrong": found["more_wrong"],
+            "left": [check for check in wanted if check not in checks],
+        }
         document |= {"seconds": found["seconds"], "checks": checks}
         file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
-    found = run_checks(CheckContext(device, released(arguments.shape), larger), wanted, log, save)
-    log(f"written: {file}")
+    context = CheckContext(gpu, released(arguments.shape), larger)
+    found = run_checks(context, wanted, log, save, keep_going=arguments.keep_going)
+    log("\n".join([*table(found, wanted), f"written: {file}"]))
     print(json.dumps({"wrong": found["wrong"], "written": str(file)}))
     return 0 if found["wrong"] is None else 1
 

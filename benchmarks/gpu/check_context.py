@@ -46,6 +46,8 @@ class CheckContext:
     cache_bytes: int | None = None
     """Memory for graphs; None: the share of the device that a worker takes."""
     seed: int = 0
+    is_dry: bool = False
+    """The checks are tried on a machine without a GPU."""
     model: Decoder = field(init=False)
     graphs: CudaGraphs = field(init=False)
 

@@ -15,8 +15,8 @@ from benchmarks import gpu_check
 from benchmarks.gpu import attention, machine_checks, overlap
 from benchmarks.gpu import decoding_checks as decoding
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, not_run
-from benchmarks.gpu.decoding_checks import SMALL, check_batches, rows_that_fit
-from benchmarks.gpu_check import CHECKS, main, run_checks
+from benchmarks.gpu.decoding_checks import check_batches, rows_that_fit
+from benchmarks.gpu_check import CHECKS, TINY, main, run_checks, table
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.cost.roofline import Ceilings
@@ -29,7 +29,7 @@ from skipdecode.model.decoder import Decoder
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
 PROCESSES = {"lane", "sanitizer", "job"}
-TINY = config_of(SMALL | {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 3})
+SHAPE = config_of(TINY)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def context(**keys: object) -> CheckContext:
     sizes = {"rows": (2, 4), "prompt_tokens": 8, "new_tokens": 6, "context_tokens": 32, "cache_bytes": 1 << 20} | keys
-    return CheckContext(torch.device("cpu"), TINY, **sizes)  # type: ignore[arg-type]
+    return CheckContext(torch.device("cpu"), SHAPE, **sizes)  # type: ignore[arg-type]
 
 
 def first_wrong(only: str) -> str:
@@ -57,7 +57,7 @@ def first_wrong(only: str) -> str:
 def test_nothing_is_wrong() -> None:
     notes: list[str] = []
     checks = {name: check for name, check in CHECKS.items() if name not in PROCESSES}
-    document = run_checks(context(larger=TINY), checks, notes.append)
+    document = run_checks(context(larger=SHAPE), checks, notes.append)
     assert document["wrong"] is None
     assert [note.partition(":")[0] for note in notes] == list(checks)
     assert document["captures"]["graphs"] == 3 * 4  # type: ignore[index]
@@ -86,12 +86,49 @@ def test_the_first_thing_that_is_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) 
     checks = {"a": lambda _: not_run("no means"), "b": broken, "c": broken}
     document = run_checks(context(), checks, notes.append, lambda found: saved.append([*found]))
     assert set(document.pop("seconds")) == {"a", "b"}  # type: ignore[call-overload]
-    assert document == {"wrong": "b: it smokes", "a": {"not_run": "no means"}, "b": {"smoke": True}}
+    wrong = {"wrong": "b: it smokes", "more_wrong": []}
+    assert document == wrong | {"a": {"not_run": "no means"}, "b": {"smoke": True}}
     assert notes[0].startswith("a: not run, no means (")
     assert notes[1:] == ["WRONG: b: it smokes"]
-    assert saved == [["wrong", "seconds", "a"], ["wrong", "seconds", "a", "b"]]
+    assert saved == [["wrong", "more_wrong", "seconds", "a"], ["wrong", "more_wrong", "seconds", "a", "b"]]
     monkeypatch.setattr(machine_checks, "backend_on", lambda _: 1 / 0)
     assert first_wrong("kernels") == "kernels: ZeroDivisionError: division by zero"
+
+
+def test_it_goes_on_behind_what_is_wrong_and_ends_with_a_table() -> None:
+    """But for checks of a model that the wrong one was to build."""
+
+    def broken(_context: CheckContext) -> dict[str, object]:
+        raise CheckFailed("it smokes")
+
+    checks = {"device": lambda _: {}, "captures": broken, "speed": lambda _: {}, "larger": broken, "job": lambda _: {}}
+    notes: list[str] = []
+    document = run_checks(context(), checks, notes.append, keep_going=True)
+    assert document["wrong"] == "captures: it smokes"
+    assert document["more_wrong"] == ["larger: it smokes"]
+    assert document["speed"] == {"not_run": "captures is wrong"}
+    lines = [line.split() for line in table(document, [*checks, "overlap"])]
+    assert [line[:2] for line in lines] == [
+        ["device", "well"], ["captures", "WRONG"], ["speed", "not"], ["larger", "WRONG"], ["job", "well"],
+        ["overlap", "left"],
+    ]  # fmt: skip
+    assert lines[1][-2:] == ["it", "smokes"]
+    assert lines[2][-3:] == ["captures", "is", "wrong"]
+    assert lines[5] == ["overlap", "left"]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_dry_run_tries_every_check_on_a_cpu(tmp_path: Path) -> None:
+    """In a process of its own, whose back end it replaces; a job on Ray included."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--dry-run", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"wrong": None, "dry_run": True}
+    lines = done.stderr.split("dry run, no GPU was used:\n")[1].splitlines()
+    states = {line.split()[0]: line[11:19].strip() for line in lines}
+    assert states == dict.fromkeys(CHECKS, "well") | dict.fromkeys(("lane", "sanitizer", "overlap"), "not run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_kernels_that_read_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
