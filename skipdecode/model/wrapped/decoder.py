@@ -95,6 +95,8 @@ class WrappedDecoder(Decoder):
         return ()  # layers rotate by themselves
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if tokens.shape[1] == 1:  # a row that has got NO_TOKEN is fed until the host has read that
+            tokens = tokens.clamp(min=0)
         return self.hollow.embed(tokens, positions)
 
     def head(self, h: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from skipdecode.backends.torch_sampling import NO_TOKEN
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate, generate_continuous
@@ -61,6 +62,13 @@ def test_tokens_are_those_of_transformers(kind: str, both: Callable[[str], tuple
         )
         assert tokens == made[0, len(prompt) :].tolist()
     assert len({token for row in ours for token in row}) > 5
+
+
+def test_what_is_no_token_can_be_fed(both: Callable[[str], tuple[PreTrainedModel, Decoder]]) -> None:
+    """A device would be lost over an index out of range, and the host learns late that a row has no token."""
+    _, model = both("mistral")
+    with torch.inference_mode():
+        assert model.embed(torch.tensor([[NO_TOKEN], [7]]), torch.tensor([[3], [3]])).shape[:2] == (2, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
