@@ -34,6 +34,13 @@ def test_the_time_to_load_is_no_part_of_the_pace(tmp_path: Path) -> None:
     assert 0.3 <= collector.counts()["working_s"] <= time.monotonic() - ready_at + 0.05  # it is rounded
 
 
+def test_a_worker_that_sits_out_counts_once_over_its_restarts(tmp_path: Path) -> None:
+    collector = MetricsCollector(LocalFileSystem(), str(tmp_path), "run", 100)
+    for worker in ("a", "a", "b"):
+        collector.worker_sits_out(worker)
+    assert collector.counts()["sitting_out"] == 2
+
+
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w") as terminal:
