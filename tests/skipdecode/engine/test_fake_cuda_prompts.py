@@ -206,6 +206,8 @@ def test_pieces_of_prefixes_are_the_prefixes(monkeypatch: pytest.MonkeyPatch, pi
     for size in (1 << 28, piece * config.kv_dim * 4):
         monkeypatch.setattr(prefix_sharing, "COPY_BYTES", size)
         rows = allocate(num_pad=torch.tensor([2, 0, 1]), num_pad_host=[2, 0, 1], capacities=[12] * 2)
+        for memory in (*rows.k, *rows.v):
+            memory.zero_()
         prefix_sharing._copy(prefixes, [0, -1, 1], rows)
         made.append([*rows.k, *rows.v])
     assert torch.equal(made[0][0][0, :, 2:9], prefixes.k[0][0])
