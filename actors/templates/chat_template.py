@@ -3,9 +3,11 @@
 The rendered text has its special tokens already, so `Tokenizer.encode_rendered` adds none. Two things make older
 templates work: content in parts is joined to one text for a template that does not read parts (and a text made one part
 for a template that reads only parts), and the role `developer` becomes `system` for a template that does not mention
-it. Documents and images are not supported. Imports are few, since every task that reads rows has them.
+it. Arguments of earlier calls of tools, which OpenAI's clients send as JSON in a text, become objects, as transformers
+asks for. Documents and images are not supported. Imports are few, since every task that reads rows has them.
 """
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +17,10 @@ from typing import Any
 from actors.templates.sandbox import Template, TemplateError
 from actors.templates.template_kwargs import NO_KWARGS
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of the reasoning before an answer, in the order in which transformers looks for them."""
-PASSED_ON = ("role", "content", "name", *REASONING)
+PASSED_ON = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 WITHOUT_EFFECT = frozenset({"type", "id", "weight", "metadata", "annotations", "cache_control"})
 """Keys of messages that say nothing to a prompt: those of training data, of caches and of answers."""
 WITHOUT_EFFECT_IN_PARTS = frozenset({"id", "index", "annotations", "cache_control", "prompt_cache_breakpoint"})
@@ -27,8 +29,11 @@ END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers: the blank shows 
 DEVELOPER = re.compile(r"""(["'])developer\1""")  # as a constant in a template
 
 Message = dict[str, Any]
-"""With the keys `role` and `content`, a text or a list of `{type: text, text: ...}`, and optionally `name` and those of
-REASONING, which are texts."""
+"""With the keys `role` and `content`, a text or a list of `{type: text, text: ...}`, and optionally `name`,
+`tool_call_id` and those of REASONING, which are texts, and `tool_calls`, a list of
+`{id, type: function, function: {name, arguments}}` with arguments as an object."""
+Tool = Mapping[str, Any]
+"""`{type: function, function: {name, description, parameters}}`, as OpenAI and transformers have it."""
 
 
 class MessagesError(ValueError):
@@ -69,6 +74,11 @@ class ChatTemplate:
     def source(self) -> str:
         return self.template.source
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template looks at the tools that a model may call."""
+        return "tools" in self.template.names
+
     def render(
         self,
         messages: Sequence[Message],
@@ -76,10 +86,11 @@ class ChatTemplate:
         now: datetime,
         continues: bool = False,
         kwargs: Mapping[str, object] = NO_KWARGS,
+        tools: Sequence[Tool] | None = None,
     ) -> str:
         """The prompt for the assistant's next message; with `continues`, for the rest of the last one. `messages` come
         from `check_messages`, `kwargs` have passed `check_kwargs`. Raises TemplateError."""
-        text = self.template.render(self._values(messages, continues, kwargs), now=now)
+        text = self.template.render(self._values(messages, continues, kwargs, tools), now=now)
         return _cut_at_end(text, messages) if continues else text
 
     def render_rows(
@@ -89,11 +100,14 @@ class ChatTemplate:
         now: datetime,
         continues: Collection[int] = (),
         kwargs: Sequence[Mapping[str, object]] = (),
+        tools: Sequence[Sequence[Tool] | None] = (),
     ) -> list[str | TemplateError]:
-        """One prompt or error per conversation; of those in `continues` the last message goes on. `kwargs`: of each,
-        none by default."""
+        """One prompt or error per conversation; of those in `continues` the last message goes on. `kwargs`, `tools`: of
+        each, none by default."""
         values = [
-            self._values(messages, row in continues, kwargs[row] if kwargs else NO_KWARGS)
+            self._values(
+                messages, row in continues, kwargs[row] if kwargs else NO_KWARGS, tools[row] if tools else None
+            )
             for row, messages in enumerate(chats)
         ]
         texts = self.template.render_rows(values, now=now)
@@ -109,13 +123,17 @@ class ChatTemplate:
         return sorted(set(kwargs) - self.template.names)
 
     def _values(
-        self, messages: Sequence[Message], continues: bool, kwargs: Mapping[str, object] = NO_KWARGS
+        self,
+        messages: Sequence[Message],
+        continues: bool,
+        kwargs: Mapping[str, object] = NO_KWARGS,
+        tools: Sequence[Tool] | None = None,
     ) -> dict[str, object]:
         if DEVELOPER.search(self.source) is None:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         if continues:
             messages = [*messages[:-1], messages[-1] | {"content": _with_end(messages[-1]["content"], END_MARK)}]
-        given: dict[str, object] = {"messages": [self._shaped(m) for m in messages], "tools": None, "documents": None}
+        given: dict[str, object] = {"messages": [self._shaped(m) for m in messages], "tools": tools, "documents": None}
         return given | {"add_generation_prompt": not continues} | dict(self.special_tokens) | dict(kwargs)
 
     def _shaped(self, message: Message) -> Mapping[str, object]:
@@ -157,7 +175,8 @@ def check_messages(value: object) -> list[Message]:
     """The messages of a row or a request, without nulls and what says nothing. Raises MessagesError.
 
     A message is a mapping with `role` (one of ROLES) and `content` (a text, or a list of `{type: text, text: ...}`),
-    and may have a `name` and `reasoning_content`. Other keys are refused unless they say nothing.
+    and may have a `name` and `reasoning_content`; one of the assistant `tool_calls`, beside which content may be left
+    out, and one of a tool `tool_call_id`. Other keys are refused unless they say nothing.
     """
     if not isinstance(value, list | tuple):
         raise MessagesError("messages", f"must be a list of {{role, content}}, got {_kind(value)}")
@@ -184,8 +203,12 @@ def _message(field: str, message: object) -> Message:
         raise MessagesError(f"{field}.role", f"is missing; it is one of {', '.join(ROLES)}")
     if not isinstance(role, str) or role not in ROLES:
         raise MessagesError(f"{field}.role", f"must be one of {', '.join(ROLES)}, got {_shown(role)}")
-    made: Message = {"role": role, "content": _content(f"{field}.content", message.get("content"))}
-    for key in ("name", *REASONING):
+    calls = _tool_calls(f"{field}.tool_calls", role, message.get("tool_calls"))
+    content = message.get("content")
+    made: Message = {"role": role, "content": _content(f"{field}.content", "" if calls and not content else content)}
+    if calls:
+        made["tool_calls"] = calls
+    for key in ("name", "tool_call_id", *REASONING):
         if (text := message.get(key)) is not None:
             if not isinstance(text, str):
                 raise MessagesError(f"{field}.{key}", f"must be a text, got {_kind(text)}")
@@ -193,6 +216,40 @@ def _message(field: str, message: object) -> Message:
     reasoning = next((made[key] for key in REASONING if key in made), None)
     # as in transformers: templates read it by one of these names
     return made if reasoning is None else {"thinking": reasoning} | made | {"reasoning_content": reasoning}
+
+
+def _tool_calls(field: str, role: str, given: object) -> list[dict[str, Any]]:
+    """The calls of a message, as transformers wants them: with arguments that are objects."""
+    if _is_nothing(given):
+        return []
+    if role != "assistant":
+        raise MessagesError(field, f"belong to messages of the assistant, not to one with the role {role!r}")
+    if not isinstance(given, list | tuple):
+        raise MessagesError(field, f"must be a list, got {_kind(given)}")
+    return [_tool_call(f"{field}[{n}]", call) for n, call in enumerate(given)]
+
+
+def _tool_call(field: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise MessagesError(field, "must be a mapping with id, type and function: {name, arguments}")
+    if (kind := call.get("type")) not in (None, "function"):
+        raise MessagesError(f"{field}.type", f"must be 'function', got {_shown(kind)}")
+    if not isinstance(name := function.get("name"), str):
+        raise MessagesError(f"{field}.function.name", f"must be a text, got {_kind(name)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise MessagesError(f"{field}.function.arguments", f"must be a JSON object: {error}") from error
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise MessagesError(f"{field}.function.arguments", f"must be a JSON object, got {_kind(arguments)}")
+    if not isinstance(id := call.get("id"), str | None):
+        raise MessagesError(f"{field}.id", f"must be a text, got {_kind(id)}")
+    own = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return own if id is None else {"id": id, **own}
 
 
 def _is_nothing(value: object) -> bool:

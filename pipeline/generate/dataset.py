@@ -22,7 +22,7 @@ from pipeline.generate.stage_config import chat_urls, make_stage_configs
 from pipeline.input.datasource import CorpusDatasource
 from pipeline.input.id_matching import DoneRows
 from pipeline.input.input_plan import InputPlan
-from pipeline.input.prompt_templates import Prompter
+from pipeline.input.prompt_templates import Prompter, form_of
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.finish import finish
 from pipeline.stages.packed_window import unpack
@@ -117,7 +117,12 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
     """The stages of a planned run. Their dtype is resolved, so that all workers and sessions decode alike."""
     config, pool = planned.config, planned.pool
     tokens, generator = make_stage_configs(config, planned.model, planned.dtype, pool)
-    tokens = replace(tokens, chat_urls=chat_urls(planned.input.listing.format), has_choices=planned.input.has_choices)
+    tokens = replace(
+        tokens,
+        chat_urls=chat_urls(planned.input.listing.format),
+        has_choices=planned.input.has_choices,
+        tool_form=form_of(planned.prompter),
+    )
     return PipelineSpec(
         input=config.input,
         plan=work.plan,

@@ -85,15 +85,22 @@ def answer_line(rows: Sequence[AnswerRow], model: str, created: int) -> dict[str
 
 
 def _choice(row: AnswerRow, index: int, is_chat: bool) -> dict[str, Json]:
-    part: dict[str, Json] = {"text": row["generated_text"], "logprobs": None, "is_valid": row.get("is_valid")}
+    part: dict[str, Json] = {
+        "text": row["generated_text"],
+        "logprobs": None,
+        "is_valid": row.get("is_valid"),
+        "finish_reason": row["finish_reason"],
+    }
     if (choice := row.get("openai_choice")) is not None:
         part |= json.loads(choice)
     text, is_valid = part["text"], part["is_valid"]
     message: dict[str, Json] = {"role": "assistant", "content": text}
     if REASONING in row:
         message["reasoning_content"] = row["reasoning"]
+    if "tool_calls" in part:
+        message["tool_calls"] = part["tool_calls"]
     said: dict[str, Json] = {"message": message} if is_chat else {"text": text}
-    said |= {"logprobs": part["logprobs"], "finish_reason": row["finish_reason"]}
+    said |= {"logprobs": part["logprobs"], "finish_reason": part["finish_reason"]}
     return {"index": index, **said} | ({} if is_valid is None else {"is_valid": is_valid})
 
 

@@ -4,7 +4,7 @@ Whatever bytes a file holds, no reader raises: a row that cannot be used comes o
 Types of columns and blocks of rows are not known here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final, TypeAlias
 
@@ -32,6 +32,7 @@ class InputRow:
     messages: list[Json] | None = None  # a conversation in place of a prompt
     continues: bool = False  # whether the answer continues the last of `messages`
     chat_template_kwargs: Mapping[str, Json] | None = None  # variables for the chat template
+    tools: Sequence[Mapping[str, Json]] | None = None  # for the chat template
     sampling: str | None = None  # JSON object
     samples: int | None = None  # how many answers it asks for; None: sampling.n
     error_code: str = ""

@@ -73,6 +73,7 @@ def batch_row(row: InputRow, value: JsonObject, config: InputConfig, expansion: 
         row.sampling = _sampling(line, row.samples or expansion.samples, expansion.temperature)
         if isinstance(line, ChatLine):
             row.continues, row.chat_template_kwargs = bool(line.continue_final_message), line.chat_template_kwargs
+            row.tools = line.shown_tools
     except RowError as error:
         row.fail(error.code, error.reason)
     except BadParameter as error:

@@ -12,10 +12,12 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Protocol
 
+from actors.serving.tool_calls import ToolForm, tool_form
 from actors.templates.chat_template import (
     ChatTemplate,
     Message,
     MessagesError,
+    Tool,
     check_continues,
     check_messages,
 )
@@ -32,6 +34,8 @@ CONTINUES = "continue_final_message"
 """The field of an OpenAI batch line that says whether the last message is continued."""
 KWARGS = "chat_template_kwargs"
 """The field of an OpenAI batch line with variables for the chat template."""
+TOOLS = "tools"
+"""The field of an OpenAI batch line with the tools that the chat template shows."""
 OF_LINES = (
     "template", "templates", "messages_column", "chat", "system", "continue_final_message", "sampling_column"
 )  # fmt: skip
@@ -129,7 +133,10 @@ class Prompter:
         if self.chat is not None and chats:
             continues = {number for number, row in enumerate(chats) if self._continues(fields[row])}
             kwargs = [{**self.kwargs, **self._own_kwargs(fields[row])} for row in chats]
-            rendered = self.chat.render_rows(list(chats.values()), now=self.now, continues=continues, kwargs=kwargs)
+            tools = [self._tools(fields[row]) for row in chats]
+            rendered = self.chat.render_rows(
+                list(chats.values()), now=self.now, continues=continues, kwargs=kwargs, tools=tools
+            )
             for row, answer in zip(chats, rendered, strict=True):
                 made[row] = _checked(answer, "chat template")
         return made
@@ -147,6 +154,8 @@ class Prompter:
                 BAD_PARAMETERS,
                 "a chat needs a chat template, and the checkpoint has none that can be used; set input.chat_template",
             )
+        if self._tools(fields) is not None and (reason := _reason_against_tools(self.chat.source)):
+            return Failure(BAD_PARAMETERS, f"tools cannot be used: {reason}")
         try:
             messages = check_messages(_parsed(given))
             if self._continues(fields):
@@ -162,8 +171,32 @@ class Prompter:
         own = fields.get(KWARGS) if self.continues is None else None
         return own if isinstance(own, Mapping) else NO_KWARGS
 
+    def _tools(self, fields: Mapping[str, object]) -> Sequence[Tool] | None:
+        """Those of a batch line; other rows have none."""
+        own = fields.get(TOOLS) if self.continues is None else None
+        return own if isinstance(own, list) else None
+
     def _continues(self, fields: Mapping[str, object]) -> bool:
         return bool(fields.get(CONTINUES)) if self.continues is None else self.continues
+
+
+@lru_cache(maxsize=16)
+def _reason_against_tools(source: str) -> str:
+    """Why a model with this chat template cannot be given tools; empty if it can."""
+    if "tools" not in Template(source, strict=False).names:
+        return "the chat template has no tools"
+    try:
+        tool_form(source)
+    except ValueError as error:
+        return f"with this chat template: {error}"
+    return ""
+
+
+def form_of(prompter: Prompter | None) -> ToolForm:
+    """How the model calls tools, where its chat template has some."""
+    if prompter is None or prompter.chat is None or _reason_against_tools(prompter.chat.source):
+        return "tags"
+    return tool_form(prompter.chat.source)
 
 
 def _parsed(messages: object) -> object:
@@ -273,5 +306,10 @@ def prompt_fields(row: InputRow, format: str) -> Mapping[str, object]:
     if format == "openai_batch":
         if row.messages is None:
             return {}
-        return {BATCH_MESSAGES: row.messages, CONTINUES: row.continues, KWARGS: row.chat_template_kwargs}
+        return {
+            BATCH_MESSAGES: row.messages,
+            CONTINUES: row.continues,
+            KWARGS: row.chat_template_kwargs,
+            TOOLS: row.tools,
+        }
     return row.fields

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Set
-from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, TypeGuard
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, TypedDict, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -27,6 +27,7 @@ MAX_BIASED: Final = 1024
 """Tokens with a bias, and tokens that end an answer: each is looked at in every step."""
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32
 MAX_INT: Final = 2**63 - 1
+MAX_TOOLS: Final = 128  # OpenAI
 MAX_SHOWN_CHARS: Final = 80  # of a client's own text in an error message
 
 
@@ -218,6 +219,33 @@ def _structure_of_format(value: Mapping[str, Any]) -> dict[str, Any] | None:
     return structure
 
 
+class ToolCalls(TypedDict):
+    """What calls an answer may have."""
+
+    names: list[str]
+    """Of the tools."""
+    is_single: bool
+    """Whether at most one is wanted."""
+    schemas: dict[str, dict[str, Any] | None] | None
+    """The parameters of each tool where the answer must be calls; None where the model decides."""
+
+
+def _tool_name(field: str, tool: Mapping[str, Any]) -> str:
+    """The name of a tool; BadParameter for a tool that is no function, or not as OpenAI has them."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
+        reason = f'must be {{"type": "function", "function": {{"name": ...}}}}, got {shown(tool)}'
+        raise BadParameter("tools", f"are wrong: {field} {reason}")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.:/-]{1,256}", name):
+        reason = "name must have 1 to 256 letters, digits and _ - . : /"
+        raise BadParameter("tools", f"are wrong: {field}.function.{reason}, got {shown(name)}")
+    if not isinstance(parameters, Mapping | None):
+        reason = "parameters must be a JSON schema, an object"
+        raise BadParameter("tools", f"are wrong: {field}.function.{reason}, got {shown(parameters)}")
+    return name
+
+
 class CompletionParameters(RequestParameters):
     UNSUPPORTED = COMPLETIONS
 
@@ -237,12 +265,69 @@ class CompletionParameters(RequestParameters):
 class ChatParameters(RequestParameters):
     UNSUPPORTED = CHATS
 
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    """What the model may call, as in OpenAI's API; the chat template tells the model."""
+    tool_choice: str | dict[str, Any] | None = None
+    """none, auto (null), required, or `{"type": "function", "function": {"name": ...}}`."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+
     continue_final_message: bool | None = None
     """Whether the answer continues the last message, which is the assistant's."""
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as `enable_thinking`."""
+
+    @field_validator("tools")
+    @classmethod
+    def _check_tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        names = [_tool_name(f"tools[{number}]", tool) for number, tool in enumerate(value or ())]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise BadParameter("tools", f"have two functions of the name {shown(doubled[0])}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        choice, names = self.tool_choice, self._tool_schemas()
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) and choice.get("type") == "function" else None
+            if not isinstance(name, str) or name not in names:
+                wanted = '{"type": "function", "function": {"name": one of tools}}'
+                raise BadParameter("tool_choice", f"must be none, auto, required or {wanted}, got {shown(choice)}")
+        elif choice not in (None, "none", "auto", "required"):
+            raise BadParameter("tool_choice", f"must be none, auto, required or name a function, got {shown(choice)}")
+        if choice in ("auto", "required") and not names:
+            raise BadParameter("tool_choice", f"is {choice}, and there are no tools")
+        if self.calls() is not None and self.structure() is not None:
+            name = "structured_outputs" if self.structured_outputs else "response_format"
+            raise BadParameter(name, "excludes tools, since an answer is either; or set tool_choice to none")
+        return self
+
+    def _tool_schemas(self) -> dict[str, dict[str, Any] | None]:
+        """The parameters of each tool, by name."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools or ()}
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the template is given: none where the model may call none."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+    def calls(self) -> "ToolCalls | None":
+        """What calls the answer may have; None: no calls."""
+        if self.shown_tools is None:
+            return None
+        schemas = self._tool_schemas()
+        if isinstance(self.tool_choice, dict):
+            schemas = {name: schemas[name] for name in [self.tool_choice["function"]["name"]]}
+        is_single = self.parallel_tool_calls is False or isinstance(self.tool_choice, dict)
+        is_forced = self.tool_choice not in (None, "auto")
+        return {
+            "names": list(schemas),
+            "is_single": is_single,
+            "schemas": dict(schemas) if is_forced else None,
+        }
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -290,7 +375,9 @@ class ChatLine(ChatParameters):
     )
 
     def row_parameters(self) -> dict[str, Any]:
-        return self.sampling()
+        """What the line sets, by the keys of `sampling`, and the calls that it may have."""
+        calls = self.calls()
+        return self.sampling() | ({} if calls is None else {TOOLS: calls})
 
 
 def is_token_list(value: object) -> TypeGuard[list[int]]:
@@ -312,7 +399,9 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
-CHOICE_KEYS: Final = frozenset({"logprobs", "echo", "structured_outputs"})
+TOOLS: Final = "tools"
+"""The key of a row's own parameters that says what it may call: `ToolCalls`."""
+CHOICE_KEYS: Final = frozenset({"logprobs", "echo", "structured_outputs", TOOLS})
 
 
 def asks_for_choice(own: str | None) -> bool:

@@ -25,13 +25,13 @@ class Unsupported:
 WITHOUT_EFFECT: Final = frozenset(
     {
         "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-        "request_id", "session_id", "parallel_tool_calls", "truncation_side", "return_mm_kwargs",
+        "request_id", "session_id", "truncation_side", "return_mm_kwargs",
     }
 )  # fmt: skip
 """Parameters that cannot change an answer here, whatever their value."""
 
 _SAMPLING = "this way of sampling is not supported"
-_TOOLS = "tool calling is not supported"
+_TOOLS = "use tools and tool_choice"
 _FORMATS = "use response_format or structured_outputs"
 _TEXT_ONLY = "the model reads and writes text alone"
 _REASONING = "use chat_template_kwargs, if the chat template reads one that decides how the model thinks"
@@ -85,11 +85,9 @@ COMPLETIONS: Final[dict[str, Unsupported]] = COMMON | {
 
 CHATS: Final[dict[str, Unsupported]] = COMMON | {
     "echo": Unsupported("an answer is the new message alone", (False,)),
-    "tools": Unsupported(_TOOLS, ([],)),
-    "tool_choice": Unsupported(_TOOLS, ("none",)),
     "functions": Unsupported(_TOOLS, ([],)),
     "function_call": Unsupported(_TOOLS, ("none",)),
-    "web_search_options": Unsupported(_TOOLS),
+    "web_search_options": Unsupported("the server does not look anything up"),
     "modalities": Unsupported(_TEXT_ONLY, (["text"],)),
     "audio": Unsupported(_TEXT_ONLY),
     "media_io_kwargs": Unsupported(_TEXT_ONLY, ({},)),

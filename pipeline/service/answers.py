@@ -1,18 +1,19 @@
 """What goes back over HTTP: completions and chats, whole or as the chunks of a stream, as OpenAI has them.
 
-Pure functions of the engine's progress; when something is sent is decided in `responses`. Tool calls are not supported.
+Pure functions of the engine's progress; when something is sent is decided in `responses`.
 """
 
 import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from actors.serving.engine import Progress
 from actors.serving.reasoning import Parts, ReasoningStream, opens_block
 from actors.serving.text_stream import TextStream
+from actors.serving.tool_calls import ToolCallStream, ToolForm, shown_calls
 from pipeline.openai_format.logprobs import Decode, TextOffsets, add_logprob, add_prompt, empty_logprobs, token_name
 from pipeline.service.requests import ChatRequest, CompletionRequest
 from skipdecode.engine.request import Request
@@ -25,6 +26,19 @@ Body: TypeAlias = dict[str, Any]
 """A JSON object to be sent."""
 
 
+@dataclass(frozen=True)
+class Parsers:
+    """How the texts of chats are taken apart."""
+
+    reasoning: str | None = None
+    """`output.reasoning_parser`."""
+    tools: ToolForm = "tags"
+    """The form of calls, where a request has tools."""
+
+
+NO_PARSERS = Parsers()
+
+
 class Choice:
     """One of the answers to a request, as it grows."""
 
@@ -34,7 +48,7 @@ class Choice:
         request: Request,
         asked: CompletionRequest | ChatRequest,
         decode: Decode,
-        reasoning_parser: str | None = None,
+        parsers: Parsers = NO_PARSERS,
     ) -> None:
         self.request, self.num_tokens = request, 0
         self._index, self._asked, self._decode = index, asked, decode
@@ -46,8 +60,11 @@ class Choice:
         self._offsets = TextOffsets(decode)
         self.reasoning: ReasoningStream | None = None
         """Of a chat whose reasoning is told apart; with a structure there is none."""
-        if self._is_chat and reasoning_parser is not None and sampling.structured_outputs is None:
+        if self._is_chat and parsers.reasoning is not None and sampling.structured_outputs is None:
             self.reasoning = ReasoningStream(is_open=opens_block(request.prompt_tokens, decode))
+        self._calls: ToolCallStream | None = None
+        if isinstance(asked, ChatRequest) and (calls := asked.calls()) is not None:
+            self._calls = ToolCallStream(parsers.tools, calls["names"], is_single=calls["is_single"])
         self._has_begun = False
 
     def take(self, progress: Progress) -> Body:
@@ -91,9 +108,10 @@ class Choice:
                 parts += [self.reasoning.push(rest), self.reasoning.finish()]
         entry: Body = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         if self.reasoning is not None:
-            entry["reasoning"], entry["text"] = (
-                ("".join(part) for part in zip(*parts, strict=True)) if parts else ("", "")
-            )
+            entry["reasoning"] = "".join(part.reasoning for part in parts)
+            entry["text"] = "".join(part.content for part in parts)
+        if self._calls is not None:
+            self._add_calls(entry, self._calls)
         if progress.is_valid is not None:
             entry["is_valid"] = progress.is_valid
         if self._asked.return_token_ids:
@@ -103,6 +121,20 @@ class Choice:
         if self._asked.return_layers:
             entry["layers"] = pieces
         return entry
+
+    @staticmethod
+    def _add_calls(entry: Body, stream: ToolCallStream) -> None:
+        """Tells the calls of tools from the text of an entry."""
+        first = stream.num_calls
+        content, calls = stream.push(entry["text"])
+        if entry["finish_reason"] is not None:
+            rest = stream.finish()
+            content, calls = content + rest.content, calls + rest.calls
+        entry["text"] = content
+        if calls:
+            entry["tool_calls"] = shown_calls(calls, [f"call_{secrets.token_hex(12)}" for _ in calls], first=first)
+        if entry["finish_reason"] == "stop" and stream.num_calls:
+            entry["finish_reason"] = "tool_calls"
 
 
 def _chat_logprobs(token: int, scored: TokenLogprobs, decode: Decode) -> Body:
@@ -131,7 +163,7 @@ def combined(made: Sequence[Progress]) -> Progress:
 def is_news(entry: Body) -> bool:
     """Whether a stream should send the entry: half a character shows nothing, but what was asked about it does."""
     scored = entry["logprobs"] and any(entry["logprobs"].values())
-    told = (entry.get(key) for key in ("text", "reasoning", "finish_reason", "token_ids", "layers"))
+    told = (entry.get(key) for key in ("text", "reasoning", "tool_calls", "finish_reason", "token_ids", "layers"))
     return bool(scored or any(told))
 
 
@@ -146,12 +178,10 @@ class CompletionAnswer:
         requests: Sequence[Request],
         model: str,
         decode: Decode,
-        reasoning_parser: str | None = None,
+        parsers: Parsers = NO_PARSERS,
     ) -> None:
-        self.asked, self._tells_reasoning = asked, reasoning_parser is not None
-        self.choices = [
-            Choice(number, request, asked, decode, reasoning_parser) for number, request in enumerate(requests)
-        ]
+        self.asked, self._tells_reasoning = asked, parsers.reasoning is not None
+        self.choices = [Choice(number, request, asked, decode, parsers) for number, request in enumerate(requests)]
         self._id, self._created, self._model = f"{self.ID}-{secrets.token_hex(12)}", int(time.time()), model
 
     def entries(self, made: Mapping[int, Sequence[Progress]]) -> list[Body]:
@@ -203,9 +233,9 @@ class ChatAnswer(CompletionAnswer):
         requests: Sequence[Request],
         model: str,
         decode: Decode,
-        reasoning_parser: str | None = None,
+        parsers: Parsers = NO_PARSERS,
     ) -> None:
-        super().__init__(asked, requests, model, decode, reasoning_parser)
+        super().__init__(asked, requests, model, decode, parsers)
         self._begun: set[int] = set()
 
     def whole(self, entries: Sequence[Body]) -> Body:
@@ -217,6 +247,9 @@ class ChatAnswer(CompletionAnswer):
             stream = self.choices[entry["index"]].reasoning
             has_block = stream is not None and stream.has_block
             message["reasoning_content"] = entry["reasoning"] if has_block else None
+        if calls := entry.get("tool_calls"):
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
         return message
 
     def chunks(self, entries: Sequence[Body]) -> Iterator[Body]:
@@ -230,7 +263,7 @@ class ChatAnswer(CompletionAnswer):
         yield self._chunk([_without_text(e) | {"delta": delta} for e, delta in zip(entries, deltas, strict=True)])
 
 
-DELTAS = {"reasoning_content": "reasoning", "content": "text"}
+DELTAS = {"reasoning_content": "reasoning", "content": "text", "tool_calls": "tool_calls"}
 """The fields of a message -> the keys of an entry that holds more of them."""
 
 

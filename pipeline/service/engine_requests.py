@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from actors.generator import Generator
+from actors.serving.tool_calls import ToolForm, tool_form, tool_grammar
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateError, TemplateRaised
@@ -37,6 +38,13 @@ class Prompts:
             self.chat_template = load_chat_template(source, generator.model.config.tokenizer_rules)
         except ValueError as error:  # completions still work
             self._no_template = f" that could be used: {error}"
+        self.tool_form: ToolForm | None = None
+        self._no_form = ""
+        if self.chat_template is not None:
+            try:
+                self.tool_form = tool_form(self.chat_template.source)
+            except ValueError as error:
+                self._no_form = str(error)
 
     def of_completion(self, asked: CompletionRequest) -> list[Request]:
         """One request per answer; the answers to a prompt follow each other."""
@@ -61,7 +69,8 @@ class Prompts:
         self._check_model(asked)
         tokens = self._tokens("messages", self._rendered(asked), is_rendered=True)
         room = self.generator.model.config.max_position_embeddings - len(tokens)
-        sampling = self._sampling(asked, max(self.config.sampling.max_new_tokens, min(CHAT_TOKENS, room)))
+        structure = self._forced_calls(asked)
+        sampling = self._sampling(asked, max(self.config.sampling.max_new_tokens, min(CHAT_TOKENS, room)), structure)
         self._check_n(asked, sampling, self.config.limits.max_prompts)
         self._check_fit("messages", tokens, sampling.max_new_tokens)
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -87,14 +96,39 @@ class Prompts:
                 "a conversation ends with a message of the assistant and gets another one after it; "
                 "continue_final_message=true continues it instead (said once)"
             )
+        self._check_tools(self.chat_template, asked)
         try:
-            kwargs = asked.chat_template_kwargs or {}
-            return self.chat_template.render(asked.messages, now=datetime.now(), continues=continues, kwargs=kwargs)
+            return self.chat_template.render(
+                asked.messages,
+                now=datetime.now(),
+                continues=continues,
+                kwargs=asked.chat_template_kwargs or {},
+                tools=asked.shown_tools,
+            )
         except TemplateRaised as error:
             message = f"messages: the chat template refuses them: {error}"
         except TemplateError as error:
             message = f"messages: the chat template cannot render them: {error}"
         raise ApiError(400, message, param="messages", code="invalid_value")
+
+    def _check_tools(self, template: ChatTemplate, asked: ChatRequest) -> None:
+        """BadParameter where the model cannot be told of the request's tools, or its calls not be read."""
+        if asked.shown_tools is None:
+            return
+        if not template.reads_tools:
+            raise BadParameter("tools", f"cannot be used: the chat template of {self.config.served_name} has no tools")
+        if self.tool_form is None:
+            raise BadParameter("tools", f"cannot be used with the chat template of this model: {self._no_form}")
+
+    def _forced_calls(self, asked: ChatRequest) -> dict[str, str] | None:
+        """The structure of an answer that must be calls."""
+        calls = asked.calls()
+        if calls is None or calls["schemas"] is None or self.tool_form is None:
+            return None
+        try:
+            return {"grammar": tool_grammar(self.tool_form, calls["schemas"], is_single=calls["is_single"])}
+        except RecursionError as error:
+            raise BadParameter("tools", "are nested too deeply") from error
 
     def _tokens(self, name: str, prompt: Prompt, *, is_rendered: bool = False) -> list[int]:
         """The tokens of a prompt, which errors call `name`."""
@@ -112,8 +146,10 @@ class Prompts:
             raise BadParameter(name, f"holds token {max(prompt)}, the vocabulary has {vocabulary} tokens")
         return prompt
 
-    def _sampling(self, asked: HttpParameters, usual_tokens: int) -> Sampling:
+    def _sampling(self, asked: HttpParameters, usual_tokens: int, calls: dict[str, str] | None = None) -> Sampling:
+        """`calls`: the structure of an answer that must be calls of tools."""
         default, own = self.config.sampling, asked.sampling()
+        own |= {} if calls is None else {"structured_outputs": calls}
         own["max_new_tokens"] = max(own.get("max_new_tokens", usual_tokens), 1)
         seed = secrets.randbits(63)  # without a seed answers differ, as in OpenAI's API
         base = Sampling(temperature=default.temperature, top_p=default.top_p, top_k=default.top_k, seed=seed)
@@ -126,6 +162,7 @@ class Prompts:
             name, _, reason = str(error).partition(": ")
             if name.startswith("structured_outputs"):
                 name = "structured_outputs" if asked.structured_outputs else "response_format"
+                name = name if calls is None else "tools"
             raise BadParameter(REQUEST_NAMES.get(name, name), reason) from error
         return sampling
 

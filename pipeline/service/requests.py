@@ -49,19 +49,6 @@ def check_text(name: str, text: str) -> None:
         raise BadParameter(name, f"holds half of a surrogate pair at character {error.start}") from error
 
 
-def check_texts(name: str, value: Any) -> None:
-    """BadParameter for a text in a JSON value, which is called `name`, that has no encoding in UTF-8."""
-    if isinstance(value, str):
-        check_text(name, value)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            check_text(name, key)
-            check_texts(f"{name}.{key}", inner)
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            check_texts(f"{name}[{number}]", inner)
-
-
 class HttpParameters(RequestParameters):
     """What HTTP requests have beside the parameters of batch lines."""
 
@@ -129,7 +116,11 @@ class ChatRequest(ChatParameters, HttpParameters):
             raise BadParameter(error.field, error.reason) from error
         for number, message in enumerate(messages):
             for key, value in message.items():
-                check_texts(f"messages[{number}].{key}", value)
+                parts = {"": value} if isinstance(value, str) else {}
+                if key == "content" and not parts:
+                    parts = {f"[{part}].text": one["text"] for part, one in enumerate(value)}
+                for where, text in parts.items():  # a call of a tool is looked at when it is rendered
+                    check_text(f"messages[{number}].{key}{where}", text)
         return messages
 
     @model_validator(mode="after")

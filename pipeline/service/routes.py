@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.serving.engine_thread import EngineDead
 from pipeline.openai_format.parameters import BadParameter, cut
-from pipeline.service.answers import ChatAnswer, CompletionAnswer, model_card
+from pipeline.service.answers import ChatAnswer, CompletionAnswer, Parsers, model_card
 from pipeline.service.auth import check_key, check_local
 from pipeline.service.batch_routes import BatchRoutes
 from pipeline.service.endpoint import Endpoint
@@ -105,8 +105,9 @@ class Routes:
     def _read_chat(self, body: bytes) -> CompletionAnswer:
         asked = ChatRequest.parse(parse_body(body))
         requests = self._endpoint.prompts.of_chat(asked)
-        decode, parser = self._endpoint.generator.tokenizer.decode, self._config.output.reasoning_parser
-        return ChatAnswer(asked, requests, self._config.served_name, decode, parser)
+        parsers = Parsers(self._config.output.reasoning_parser, self._endpoint.prompts.tool_form or "tags")
+        decode = self._endpoint.generator.tokenizer.decode
+        return ChatAnswer(asked, requests, self._config.served_name, decode, parsers)
 
     async def models(self, request: Request) -> Response:
         self.check_caller(request)

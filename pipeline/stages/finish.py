@@ -11,6 +11,7 @@ from pipeline.openai_format.parameters import asks_for_choice
 from pipeline.schema import (
     CHOICE,
     ENGINE_ERROR,
+    ID,
     NUM_REASONING_TOKENS,
     OUTPUT_SCHEMA,
     PROMPT_TOKENS,
@@ -38,6 +39,7 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
     num_reasoning = [0] * len(codes)
     thinks = [config.reasoning_parser is not None and may_think for may_think in _may_think(table, config)]
     choices: list[str | None] = [None] * len(codes)
+    ids = table[ID].to_pylist()
     prompts = table[PROMPT_TOKENS].to_pylist() if config.has_choices or any(thinks) else []
     for row, own in enumerate(table[SAMPLING].to_pylist()):
         try:
@@ -50,7 +52,16 @@ def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, .
                 else:
                     texts[row] = answer_text(tokens[row], reasons[row], sampling, tokenizer.decode)
             if config.has_choices and not codes[row] and asks_for_choice(own):
-                choices[row] = choice_of(own, prompts[row], tokens[row], texts[row], tokenizer.decode)
+                choices[row] = choice_of(
+                    own,
+                    prompts[row],
+                    tokens[row],
+                    texts[row],
+                    tokenizer.decode,
+                    id=ids[row],
+                    finish_reason=reasons[row],
+                    tool_form=config.tool_form,
+                )
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             codes[row], messages[row] = ENGINE_ERROR, describe(error)
             tokens[row], layers[row], ffns[row], reasons[row] = [], 0, 0, "error"

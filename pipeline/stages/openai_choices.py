@@ -1,16 +1,19 @@
-"""The parts of an OpenAI batch answer other than its text: log-probabilities, the prompt again (`echo`), and whether
-the text has the structure that the line asks for.
+"""The parts of an OpenAI batch answer other than its text: log-probabilities, the prompt again (`echo`), calls of
+tools, and whether the text has the structure that the line asks for.
 
 What a line requests is in its own sampling parameters (`schema.SAMPLING`). The worker adds what it found to them, and
 the task that finishes rows turns both into what the endpoint would send. The answer files contain it unchanged
 (`pipeline.generate.openai_batch`).
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict
 
+from actors.serving.tool_calls import ToolForm, shown_calls, split_calls
 from pipeline.openai_format.logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
+from pipeline.openai_format.parameters import TOOLS, ToolCalls
 from pipeline.schema import IS_VALID
 from skipdecode.engine.results import TokenLogprobs
 
@@ -19,16 +22,19 @@ if TYPE_CHECKING:
 
 ECHO: Final = "echo"
 SCORES: Final = "scores"
-NOT_SAMPLING: Final = (ECHO, SCORES, IS_VALID)
+NOT_SAMPLING: Final = (ECHO, SCORES, IS_VALID, TOOLS)
 """Keys of a row's own parameters that are not fields of `skipdecode.config.sampling.Sampling`."""
 
 
 class ChoicePart(TypedDict):
     """The part of an entry of `choices` that is made here."""
 
-    text: str
+    text: str | None
+    """None beside calls of tools."""
     logprobs: LogprobsBody | None
     is_valid: NotRequired[bool]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    finish_reason: NotRequired[str]
 
 
 def with_findings(own: str, answer: "Completion") -> str:
@@ -46,8 +52,19 @@ def _scored(listed: Sequence[tuple[float, Sequence[tuple[int, float]]]]) -> list
     return [TokenLogprobs(logprob, [(token, value) for token, value in top]) for logprob, top in listed]
 
 
-def choice_of(own: str, prompt: Sequence[int], tokens: Sequence[int], text: str, decode: Decode) -> str:
-    """The JSON of a `ChoicePart`. `own`: from `with_findings`; `tokens` and `text`: the answer."""
+def choice_of(
+    own: str,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    text: str,
+    decode: Decode,
+    *,
+    id: str = "",
+    finish_reason: str = "stop",
+    tool_form: ToolForm = "tags",
+) -> str:
+    """The JSON of a `ChoicePart`. `own`: from `with_findings`; `tokens`, `text` and `finish_reason`: the answer; `id`:
+    of the row."""
     asked = json.loads(own)
     new, old = asked[SCORES]
     front = decode(prompt) if asked.get(ECHO) else ""
@@ -62,4 +79,17 @@ def choice_of(own: str, prompt: Sequence[int], tokens: Sequence[int], text: str,
     part: ChoicePart = {"text": front + text, "logprobs": logprobs}
     if asked[IS_VALID] is not None:
         part[IS_VALID] = asked[IS_VALID]
+    calls: ToolCalls | None = asked.get(TOOLS)
+    if calls is not None:
+        found = split_calls(text, tool_form, calls["names"], is_single=calls["is_single"])
+        part["text"] = found.content
+        if found.calls:
+            part["text"] = found.content or None
+            part["tool_calls"] = shown_calls(found.calls, [_call_id(id, number) for number in range(len(found.calls))])
+            part["finish_reason"] = "tool_calls" if finish_reason == "stop" else finish_reason
     return json.dumps(part, ensure_ascii=False)
+
+
+def _call_id(id: str, number: int) -> str:
+    """The same whenever the row is decoded again."""
+    return f"call_{hashlib.blake2b(f'{id} {number}'.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}"

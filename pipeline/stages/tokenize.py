@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
+from actors.serving.tool_calls import ToolForm, tool_grammar
+from pipeline.openai_format.parameters import TOOLS, ToolCalls
 from pipeline.schema import (
     BAD_PARAMETERS,
     ENGINE_ERROR,
@@ -37,6 +39,19 @@ def row_sampling(base: Sampling, overrides: str | None) -> Sampling:
         return base
     own = json.loads(overrides)
     return base.with_parameters({name: value for name, value in own.items() if name not in NOT_SAMPLING})
+
+
+def with_forced_calls(own: str | None, form: ToolForm) -> str | None:
+    """A row's own parameters, with the grammar of its calls where its answer must be calls of tools."""
+    if own is None or f'"{TOOLS}"' not in own:
+        return own
+    parameters = json.loads(own)
+    calls: ToolCalls | None = parameters.get(TOOLS)
+    if calls is None or calls["schemas"] is None:
+        return own
+    grammar = tool_grammar(form, calls["schemas"], is_single=calls["is_single"])
+    calls["schemas"] = None
+    return json.dumps(parameters | {"structured_outputs": {"grammar": grammar}}, ensure_ascii=False)
 
 
 def check_sampling(
@@ -70,6 +85,8 @@ class TokenizeConfig:
     """Whether some rows ask for more than text (`schema.CHOICE`)."""
     reasoning_parser: str | None = None
     """`output.reasoning_parser`."""
+    tool_form: ToolForm = "tags"
+    """The form in which the model calls tools, where rows have some."""
 
     def is_rendered(self, table: pa.Table) -> list[bool]:
         """For each row, whether its prompt contains its special tokens already."""
@@ -90,6 +107,11 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
     prompts, given = table[PROMPT].to_pylist(), table[PROMPT_TOKENS].to_pylist()
     codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
     samplings, is_rendered = table[SAMPLING].to_pylist(), config.is_rendered(table)
+    for row, own in enumerate(samplings):
+        try:
+            samplings[row] = with_forced_calls(own, config.tool_form)
+        except RecursionError:
+            codes[row], messages[row] = codes[row] or BAD_PARAMETERS, messages[row] or "tools: are nested too deeply"
     texts = [row for row, code in enumerate(codes) if not code and given[row] is None]
     tokens: list[list[int]] = [[] for _ in codes]
     parts = [cut_text(prompts[row], tokenizer.max_token_chars, config) for row in texts]
@@ -128,6 +150,7 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
         "error_code": pa.array(codes, pa.string()),
         "error_message": pa.array(messages, pa.string()),
         "num_input_tokens": pa.array(counts, pa.int32()),
+        SAMPLING: pa.array(samplings, pa.string()),
     }
     return with_columns(table, columns)
 

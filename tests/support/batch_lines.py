@@ -17,7 +17,7 @@ from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.row_accounting import output_schema
 from pipeline.generate.stage_config import make_sampling, make_tokenize_config
 from pipeline.input.expansion import Expansion
-from pipeline.input.prompt_templates import Prompter
+from pipeline.input.prompt_templates import Prompter, form_of
 from pipeline.input.read import read_file
 from pipeline.stages.finish import finish
 from pipeline.stages.tokenize import tokenize
@@ -56,7 +56,7 @@ def _finished(generator: Generator, config: JobConfig) -> pa.Table:
     chat = load_chat_template(generator.config.source, model.tokenizer_rules)
     prompter = Prompter.of(config.input, "openai_batch", chat, datetime.now(UTC))
     tokens = make_tokenize_config(config, generator.config.source, model, make_sampling(config), "openai_batch")
-    tokens = replace(tokens, has_choices=plan.has_choices)
+    tokens = replace(tokens, has_choices=plan.has_choices, tool_form=form_of(prompter))
     (block,) = read_file(plan, 0, config.input, prompter=prompter)
     window = Window.of(tokenize(block, config=tokens), tokens.sampling)
     table, _ = window.with_answers(generator(window.requests).answers)

@@ -95,6 +95,60 @@ GEMMA = """\
 {{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}
 """
+TAGS = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n</tools>\\nReturn <tool_call>{\\"name\\": ..., \\"arguments\\": ...}</tool_call><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments if tool_call.arguments is string else tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""As Hermes and Qwen call tools."""
+OBJECTS = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' and loop.last and tools is not none %}
+        {{- '<|start_header_id|>user<|end_header_id|>\\n\\nGiven these functions, respond with JSON for a call.\\n' }}
+        {{- 'Respond in the format {"name": function name, "parameters": dictionary}.\\n\\n' }}
+        {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+        {{- message.content | trim + "<|eot_id|>" }}
+    {%- elif 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception("only single tool-calls at once") }}{%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + tool_call.name + '", "parameters": ' }}
+        {{- tool_call.arguments | tojson }}{{- "}<|eot_id|>" }}
+    {%- elif message.role == 'tool' %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {{- message.content | tojson }}{{- "<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+"""As Llama 3 calls tools."""
 TEMPLATES = {
     "chatml": CHATML, "smollm": SMOLLM, "qwen": QWEN, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA,
 }  # fmt: skip

@@ -8,7 +8,7 @@ from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from tests.support.service_helpers import scripted
 
-POSITIONS = 900
+POSITIONS = 1600
 
 
 def speaking(

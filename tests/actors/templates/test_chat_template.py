@@ -24,7 +24,7 @@ from actors.templates.sandbox import TemplateRaised
 from actors.templates.template_kwargs import check_kwargs
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import FAMILIES
-from tests.support.chat_templates import CHATML, SPECIAL, TEMPLATES
+from tests.support.chat_templates import CHATML, OBJECTS, SPECIAL, TAGS, TEMPLATES
 from tests.support.examples import examples
 from tests.support.family_tokenizers import NASTY, byte_level, sentencepiece, template, write_folder
 from tests.support.gguf_models import Writer, add_byte_level
@@ -351,6 +351,47 @@ def test_parts_are_those_of_transformers_where_the_template_reads_them(
     assert text.endswith({READS_BOTH: "Itis", READS_PARTS: "It|is", CHATML: "It\nis"}[source])
 
 
+def called(function: dict[str, Any]) -> dict[str, Any]:
+    """A message with a call."""
+    return {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather <now> & then",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+
+
+@pytest.mark.parametrize(("kind", "source"), [("qwen", TAGS), ("llama3", OBJECTS)])
+def test_tools_and_calls_are_those_of_transformers(
+    folder: Callable[[str], Path], tmp_path: Path, kind: str, source: str
+) -> None:
+    """transformers takes arguments as objects; OpenAI's clients send them as text, and null as the content."""
+    (tmp_path / "mine.jinja").write_text(source)
+    own = loaded(folder(kind), CLASSES[kind][0], tmp_path / "mine.jinja")
+    theirs = AutoTokenizer.from_pretrained(folder(kind))
+    assert own.reads_tools
+    asked = {"role": "user", "content": "Is it warm?"}
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    answered = {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": '{"celsius": 21}'}
+    for chat in ([asked], [asked, called, answered], [asked, called, answered, asked]):
+        for tools in (None, [WEATHER], [WEATHER, WEATHER]):
+            expected = theirs.apply_chat_template(
+                chat, tools=tools, chat_template=source, tokenize=False, add_generation_prompt=True
+            )
+            function = {"name": "weather", "arguments": '{"city": "Köln"}'}
+            sent = {"content": None, "refusal": None, "tool_calls": [CALL | {"function": function}]}
+            for messages in (chat, [message | sent if message is called else message for message in chat]):
+                assert own.render(check_messages(messages), now=NOW, tools=tools) == expected
+                (row,) = own.render_rows([check_messages(messages)], now=NOW, tools=[tools])
+                assert row == expected
+
+
 @pytest.mark.parametrize(
     ("messages", "field", "reason"),
     [
@@ -361,7 +402,7 @@ def test_parts_are_those_of_transformers_where_the_template_reads_them(
         (["hello"], "messages[0]", "must be a mapping with role and content, got str"),
         ([None], "messages[0]", "got null"),
         ([*USER, {"content": "hello"}], "messages[1].role", "is missing"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role", "system, developer, user, assistant, got 'tool'"),
+        ([{"role": "tool"}], "messages[0].content", "is missing"),
         ([{"role": "USER", "content": "x"}], "messages[0].role", "got 'USER'"),
         ([{"role": 7, "content": "x"}], "messages[0].role", "got int"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role", "got list"),
@@ -377,7 +418,17 @@ def test_parts_are_those_of_transformers_where_the_template_reads_them(
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "must be a text, got null"),
         ([{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}], "messages[0].content[0].x", "not supp"),
-        ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages[0].tool_calls", "is not supported"),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages[0].tool_calls", "belong to messages of the"),
+        ([{"role": "assistant", "tool_calls": 7}], "messages[0].tool_calls", "must be a list, got int"),
+        ([{"role": "assistant", "tool_calls": [1]}], "messages[0].tool_calls[0]", "must be a mapping with id"),
+        (
+            [{"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}],
+            "messages[0].tool_calls[0].type", "must be 'function', got 'custom'",
+        ),
+        ([called({"name": 7})], "messages[0].tool_calls[0].function.name", "must be a text, got int"),
+        ([called({"name": "f", "arguments": "{"})], "messages[0].tool_calls[0].function.arguments", "object: Ex"),
+        ([called({"name": "f", "arguments": "[1]"})], "messages[0].tool_calls[0].function.arguments", "got list"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 7}], "messages[0].tool_call_id", "must be a text, got int"),
         ([{"role": "user", "content": "x", "name": 7}], "messages[0].name", "must be a text, got int"),
     ],
 )  # fmt: skip

@@ -171,7 +171,7 @@ def test_chats_and_completions_in_one_batch_file(tmp_path: Path, chat: ChatTempl
         ({"messages": [user], "max_completion_tokens": 3, "max_tokens": 9}, ""),
         ({"messages": [{"role": "developer", "content": "D"}, user], "n": 2, "temperature": 1}, ""),
         ({"messages": [parts], "response_format": {"type": "text"}, "tools": [], "store": False}, ""),
-        ({"messages": [user], "tools": [{"type": "function"}]}, "body.tools must be [] or null"),
+        ({"messages": [user], "tools": [{"type": "function"}]}, "body.tools are wrong: tools[0] must be"),
         ({"messages": [user], "response_format": {"type": "json"}}, "body.response_format must have"),
         ({"messages": [user], "max_completion_tokens": 0}, "body.max_completion_tokens must be"),
         ({"messages": [user], "functions": [{}]}, "body.functions must be [] or null"),

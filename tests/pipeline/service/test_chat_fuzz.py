@@ -60,7 +60,9 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "structured_outputs": st.fixed_dictionaries({}, optional={"choice": st.lists(TEXT, max_size=2), "regex": TEXT}),
     "logit_bias": st.dictionaries(TEXT, st.floats(), max_size=2),
     "chat_template_kwargs": st.dictionaries(TEXT, ANY, max_size=2),
-    "tools": st.just([]) | ANY,
+    "tools": st.just([]) | st.just([{"type": "function", "function": {"name": "f"}}]) | ANY,
+    "tool_choice": st.sampled_from(["none", "auto", "required"]) | ANY,
+    "parallel_tool_calls": st.booleans(),
     "response_format": st.just({"type": "text"}) | ANY,
 }
 MAD = st.fixed_dictionaries(
