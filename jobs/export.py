@@ -2,9 +2,11 @@
 
     skipdecode export outputs/run -o my-dataset
     skipdecode export outputs/run -o answers --format jsonl --columns id,generated_text
+    skipdecode export outputs/run --to hf://datasets/me/my-dataset
 
 The default is a data set: Parquet in data/ and a card, README.md, with model, schedule, agreement and speedup;
-`datasets.load_dataset("my-dataset")` opens it. The target folder appears complete or not at all.
+`datasets.load_dataset("my-dataset")` opens it. The target folder appears complete or not at all. On the Hugging Face
+Hub all files are one commit, to a data set that exists and is empty (hf repos create me/my-dataset --type dataset).
 Guide: docs/corpus.md.
 """
 
@@ -18,7 +20,14 @@ from jobs.cli import OK, log, make_folder_parser, run_folder, run_verb, start
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_folder_parser("export", __doc__)
     add = parser.add_argument
-    add("-o", "--output", metavar="FOLDER", required=True, help="folder or URI to write; must not exist or be empty")
+    add(
+        "-o",
+        "--output",
+        "--to",
+        metavar="FOLDER",
+        required=True,
+        help="folder or URI to write, or hf://datasets/ORG/NAME[/FOLDER]; must not exist or be empty",
+    )
     add("--format", choices=("dataset", "jsonl", "parquet"), default="dataset", help="what to write (dataset)")
     add("--compression", choices=("none", "gzip", "zstd"), help="of the files (zstd for Parquet, none for JSON Lines)")
     add("--columns", metavar="A,B", help="only these columns, in this order")

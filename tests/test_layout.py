@@ -30,7 +30,7 @@ ONLY_IN = {  # third party -> the packages that may import it
     "lm_eval": {"skipdecode", "pipeline"},
     "safetensors": {"skipdecode"},
     "gguf": {"skipdecode"},
-    "huggingface_hub": {"skipdecode"},
+    "huggingface_hub": {"skipdecode", "pipeline"},
     "triton": {"skipdecode"},
 }
 PYPI_NAMES = {

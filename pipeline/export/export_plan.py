@@ -11,7 +11,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from pipeline.config.job import ConfigError
-from pipeline.store.atomic_files import HUB
+from pipeline.export.hub import HUB_URI, HubTarget, open_hub
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import RunState
 
@@ -47,7 +47,7 @@ class ExportPlan:
     schema: pa.Schema
     """The columns that are exported, in order."""
     num_rows: int
-    target: RunFolder
+    target: RunFolder | HubTarget
     """The folder to write; empty or missing."""
 
     @property
@@ -89,10 +89,10 @@ def _check_state(folder: RunFolder, state: RunState, options: Options) -> None:
         )
 
 
-def _open_target(options: Options, run: RunFolder) -> RunFolder:
+def _open_target(options: Options, run: RunFolder) -> RunFolder | HubTarget:
+    if options.target.startswith(HUB_URI):
+        return open_hub(options.target)
     target = RunFolder.open(options.target)
-    if target.filesystem.type_name == HUB:
-        raise ConfigError("--output", f"{target.shown}: export into a folder, then upload it (hf upload)")
     kind = target.filesystem.get_file_info(target.root).type
     selector = pafs.FileSelector(target.root, allow_not_found=True)
     if kind == pafs.FileType.File or (kind == pafs.FileType.Directory and target.filesystem.get_file_info(selector)):

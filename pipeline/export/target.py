@@ -2,7 +2,7 @@
 
 A local folder is written beside its final path and renamed. On an object store each file is written locally and then
 uploaded; after an error the uploaded files are deleted, and after a kill the file names (`-of-00012`) show what is
-missing.
+missing. On the Hugging Face Hub all files are one commit.
 """
 
 import os
@@ -15,6 +15,7 @@ from typing import BinaryIO, Protocol
 
 import pyarrow.fs as pafs
 
+from pipeline.export.hub import HubTarget, upload_at_end
 from pipeline.store.atomic_files import make_folder, put, sync
 from pipeline.store.run_folder import RunFolder
 
@@ -28,8 +29,12 @@ class Destination(Protocol):
 
 
 @contextmanager
-def open_destination(target: RunFolder) -> Iterator[Destination]:
+def open_destination(target: RunFolder | HubTarget) -> Iterator[Destination]:
     """Yields the destination; the target appears when the block ends, and not at all if it raises."""
+    if isinstance(target, HubTarget):
+        with upload_at_end(target) as folder:
+            yield _Disk(folder)
+        return
     if isinstance(target.filesystem, pafs.LocalFileSystem):
         with _on_disk(target.root) as disk:
             yield disk

@@ -138,7 +138,8 @@ def test_what_is_refused_before_anything_is_written(run: Path, tmp_path: Path, c
         ([run, "-o", tmp_path / "out", "--columns", "id,answer"], "--columns: no column 'answer'; there are: id"),
         ([run, "-o", tmp_path / "out", "--columns", "id,id"], "--columns: 'id,id': name each column once"),
         ([run, "-o", tmp_path / "out", "--rows-per-file", "0"], "--rows-per-file: 0 rows; give 1 or more"),
-        ([run, "-o", "hf://datasets/org/name"], "then upload it"),
+        ([run, "-o", "hf://models/org/name"], "a data set on the hub is hf://datasets/ORG/NAME"),
+        ([run, "--to", "hf://datasets/name"], "a data set on the hub is hf://datasets/ORG/NAME"),
     ):  # fmt: skip
         code, document, err = call(export, *arguments)
         assert (code, document["exit_code"], text in err) == (2, 2, True), (arguments, err)
