@@ -181,11 +181,11 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens, positions [...] int64 -> [..., D]. Position 0 is a row's first token, -1 is padding."""
-        if tokens.dim() == 2 and tokens.shape[1] == 1 and not torch.is_grad_enabled():
-            # an index may be negative: a row that has got NO_TOKEN is fed until the host has read that
-            h: Tensor = self.embed_tokens.weight[tokens]
-        else:
-            h = self.embed_tokens(tokens)
+        if (
+            tokens.dim() == 2 and tokens.shape[1] == 1
+        ):  # a row that has got NO_TOKEN is fed until the host has read that
+            tokens = tokens.clamp(min=0)
+        h: Tensor = self.embed_tokens(tokens)
         if (scale := self.config.embed_scale) != 1.0:
             h = h * float(torch.tensor(scale, dtype=h.dtype))  # rounded first, as transformers does
         if self.project_in is not None:

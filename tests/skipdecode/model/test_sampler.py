@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from skipdecode.backends.torch_sampling import NO_TOKEN, draw, pick_by_sort
+from skipdecode.backends.torch_sampling import NO_TOKEN, draw, likeliest, pick_by_sort
 from skipdecode.config.sampling import Sampling
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.model.sampler import Sampler, argmax, pick
@@ -264,6 +264,8 @@ def test_logits_that_are_no_numbers_give_no_token(row: Sampling) -> None:
         own = logits.clone()
         own[0, at] = wrong
         assert sample(own, [row, row]) == [NO_TOKEN, beside]
-        assert argmax(own).tolist() == [NO_TOKEN, int(logits[1].argmax())]
+        assert argmax(own).tolist() == likeliest(own).tolist() == [NO_TOKEN, int(logits[1].argmax())]
+        limits = [torch.tensor([[value]] * 2) for value in (row.temperature, 2**62, row.top_p, 0.5)]
+        assert pick_by_sort(own, *limits)[0] == NO_TOKEN
     logits[0] = -torch.inf
     assert 0 <= sample(logits, [row, row])[0] < 50
