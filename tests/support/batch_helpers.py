@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 
 from pipeline.batches.job import job_settings
 from pipeline.batches.status import TERMINAL
-from pipeline.batches.storage import ClientStorage, Storage
+from pipeline.batches.storage import BatchRecord, ClientStorage, Storage
 from pipeline.config.job import build_config
 from pipeline.service.auth import check_key, digest
 from pipeline.service.batch_routes import BatchRoutes
@@ -40,11 +40,11 @@ def client_of(url: str, key: str = KEY) -> openai.OpenAI:
 
 
 @contextmanager
-def batch_endpoint(folder: Path, **sections: Any) -> Iterator[str]:
-    """The routes of files and batches whose storage is `folder`, with two keys; nobody runs the batches."""
+def batch_endpoint(folder: Path, keys: Sequence[str] = (KEY, OTHER_KEY), **sections: Any) -> Iterator[str]:
+    """The routes of files and batches whose storage is `folder`; nobody runs the batches."""
     storage = {"path": str(folder)} | sections.get("storage", {})
     config = build_config(ServeConfig, {"model_name": "tiny"} | sections | {"storage": storage})
-    digests = [digest(KEY), digest(OTHER_KEY)]
+    digests = [digest(key) for key in keys]
 
     def caller(request: Request) -> str:
         return check_key(digests, request.headers.get("authorization")).hex()
@@ -58,6 +58,22 @@ def batch_endpoint(folder: Path, **sections: Any) -> Iterator[str]:
 
 def storage_of(folder: Path, key: str = KEY) -> ClientStorage:
     return Storage(str(folder)).of(digest(key).hex())
+
+
+def finish_run(own: ClientStorage, record: BatchRecord) -> None:
+    """What a run leaves that has answered all lines of the batch: of its files, those that the API reads."""
+    with own.open_input(record["id"]) as source:
+        ids = [json.loads(text)["custom_id"] for text in source.read().splitlines()]
+    answers = [{"custom_id": one, "response": {"status_code": 200, "body": {}}, "error": None} for one in ids]
+    run, now = own.run(record["id"]), time.time()
+    run.write_text("batch_output.jsonl", jsonl(answers).decode())
+    run.write_text("batch_errors.jsonl", "")
+    state: Any = {
+        "version": "1.0.0", "state": "finished", "fingerprint": {}, "books": {"input": len(ids)},
+        "input": {"documents": len(ids)}, "sessions": [{"id": "0" * 12, "started_at": now, "ended_at": now}],
+        "answers": {"batch_output.jsonl": {"lines": len(ids)}, "batch_errors.jsonl": {"lines": 0}},
+    }  # fmt: skip
+    run.write_state(state)
 
 
 def wait_for_batch(client: openai.OpenAI, batch_id: str, timeout_s: float = 300) -> tuple[Any, list[str]]:
