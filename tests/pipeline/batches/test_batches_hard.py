@@ -1,9 +1,8 @@
-"""Batches that are hurt: processes of a real endpoint, killed at random; 5,000 lines; and what a batch costs others.
+"""Batches that are hurt: processes of a real endpoint, killed at random; and 5,000 lines.
 
 Minutes each. BATCH_TRIALS is the number of random trials.
 """
 
-import asyncio
 import json
 import os
 import random
@@ -19,10 +18,9 @@ import openai
 import pytest
 
 from pipeline.batches.status import TERMINAL
-from pipeline.bench.load import Work, figures, make_work, offer
 from pipeline.demo.restaurant_prompts import make_prompts
 from tests.support.batch_helpers import KEY, answers_of, client_of, jsonl, line, wait_for_batch
-from tests.support.processes import alive, command, descendants, environment, run, titles, wait_for
+from tests.support.processes import command, descendants, environment, run, titles
 from tests.support.service_helpers import DECODE, DEMO, Offline, Served, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -166,42 +164,3 @@ def test_five_thousand_lines_are_those_of_generate(tmp_path: Path) -> None:
     messages = sorted(error["message"].replace(f"{batch.id}.jsonl", "in.jsonl") for error in errors)
     assert messages == sorted(one["error"]["message"] for one in read("batch_errors.jsonl"))
     assert len(messages) == 50
-
-
-def test_what_a_batch_costs_the_endpoint(tmp_path: Path) -> None:
-    """Time to the first token at a quarter of what the endpoint can carry, without a batch and beside one; and the
-    tokens of both together, compared with a batch alone."""
-    seconds, body = float(os.environ.get("BESIDE_S", "40")), {"temperature": 0, "ignore_eos": True}
-    rate = float(os.environ.get("BESIDE_RATE", "4"))
-    with endpoint(tmp_path, "batches.actors.batch_size=64", "batches.actors.window_batches=1") as server:
-        client = client_of(server.url)
-        work = make_work(rate, seconds, tokens=[32], weights=[1.0], seed=2)
-        headers = {"Authorization": f"Bearer {KEY}"}
-
-        def online() -> tuple[float, float, float]:
-            made = asyncio.run(offer(server.url, work, body, headers=headers))
-            assert all(one.is_good for one in made)
-            row = figures(made, slo_ttft_s=1, slo_tpot_s=1)
-            return row.p50_ttft_ms, row.p99_ttft_ms, row.output_throughput
-
-        asyncio.run(offer(server.url, [Work(0.0, PROMPTS[0], 8)], body, headers=headers))
-        alone = online()
-        batch = create(client, lines_of(50_000, max_tokens=32))
-
-        def answered() -> int:
-            return int(client.batches.retrieve(batch.id).request_counts.completed)
-
-        def pace(action: Any) -> tuple[Any, float]:
-            began, before = time.monotonic(), answered()
-            made = action()
-            return made, 32 * (answered() - before) / (time.monotonic() - began)
-
-        wait_for(lambda: answered() > 256, server.process)
-        _, batch_alone = pace(lambda: time.sleep(seconds))
-        beside, batch_beside = pace(online)
-        client.batches.cancel(batch.id)
-        assert alive({server.process.pid})
-    total = (beside[2] + batch_beside) / batch_alone
-    print(f"ttft p50/p99 ms: {alone[0]:.0f}/{alone[1]:.0f} without, {beside[0]:.0f}/{beside[1]:.0f} beside a batch")
-    print(f"tokens/s: batch alone {batch_alone:.0f}, beside {batch_beside:.0f} + {beside[2]:.0f} online = {total:.2f}")
-    assert batch_beside > 0
