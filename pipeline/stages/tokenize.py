@@ -24,7 +24,7 @@ from pipeline.schema import (
     PROMPT_TOO_LONG,
     SAMPLING,
 )
-from pipeline.stages.openai_choices import NOT_SAMPLING
+from pipeline.stages.openai_choices import ECHO, NOT_SAMPLING
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.model import DecoderConfig
 from skipdecode.config.sampling import Sampling
@@ -62,7 +62,7 @@ def check_sampling(
         sampling = row_sampling(config.sampling, overrides)
         if overrides is not None:
             sampling.check_vocabulary(config.model.vocab_size)
-            if sampling.max_new_tokens == 0 and not sampling.prompt_logprobs:
+            if sampling.max_new_tokens == 0 and not (sampling.prompt_logprobs or json.loads(overrides).get(ECHO)):
                 raise ValueError("max_new_tokens: must be at least 1, got 0")
             if (asked := sampling.structured_outputs) is not None and asked != config.sampling.structured_outputs:
                 tokenizer.grammars.compile(asked)

@@ -178,3 +178,9 @@ def test_parameters_of_a_row_that_cannot_be_used_fail_it_alone(
     got = tokenize(table(2, _sampling=[json.dumps(own), None]), config=config).to_pylist()
     assert [row["error_code"] for row in got] == ["bad_parameters", ""]
     assert got[0]["error_message"].startswith(message)
+
+
+@pytest.mark.parametrize("scores", [{"echo": True}, {"prompt_logprobs": True}, {"echo": True, "prompt_logprobs": True}])
+def test_a_row_may_ask_for_its_prompt_alone(config: TokenizeConfig, scores: dict[str, Any]) -> None:
+    own = json.dumps({"max_new_tokens": 0} | scores)
+    assert [row["error_code"] for row in tokenize(table(1, _sampling=[own]), config=config).to_pylist()] == [""]
