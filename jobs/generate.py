@@ -111,12 +111,12 @@ def summarize(finished: "RunResult") -> None:
         f"{report['output_throughput']:.0f} output tokens/s over the whole run, "
         f"{report['decode_output_throughput'] or 0:.0f} while decoding"
     )
-    for line in kernels_in_words(report):
-        log(line)
     if speedup := speedup_in_words(report):
         log(speedup)
     if remark := low_agreement(report):
         log(remark)
+    for line in kernels_in_words(report):
+        log(line)
     if cut := report["finish_reasons"].get("length"):
         log(f"{cut} of {report['completed']} answers were cut off at sampling.max_new_tokens")
     if loops := report["finish_reasons"].get("repetition"):
