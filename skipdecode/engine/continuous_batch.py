@@ -123,7 +123,7 @@ class ContinuousBatch:
 
     @property
     def is_done(self) -> bool:
-        return not self.rows
+        return not any(row.is_running for row in self._rows)
 
     @property
     def cache_bytes(self) -> int:

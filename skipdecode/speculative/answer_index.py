@@ -30,16 +30,19 @@ class AnswerIndex:
 
     def add(self, tokens: Sequence[int], start: int) -> None:
         """Counts `tokens[start:]`, each after the tokens before it."""
-        for i in range(max(start, CONTEXT_TOKENS), len(tokens)):
-            context, token = hash(tuple(tokens[i - CONTEXT_TOKENS : i])), tokens[i]
-            slot = context & self._mask
-            count = self._counts[slot]
-            if count and self._contexts[slot] == context and self._tokens[slot] == token:
-                self._counts[slot] = min(count + 1, MAX_COUNT)
+        contexts, votes, counts, mask = self._contexts, self._tokens, self._counts, self._mask
+        begin = max(start, CONTEXT_TOKENS)
+        columns = (tokens[begin - back :] for back in range(CONTEXT_TOKENS, -1, -1))
+        for *before, token in zip(*columns, strict=False):
+            context = hash(tuple(before))
+            slot = context & mask
+            count = counts[slot]
+            if count and votes[slot] == token and contexts[slot] == context:
+                counts[slot] = min(count + 1, MAX_COUNT)
             elif count > 1:
-                self._counts[slot] = count - 1
+                counts[slot] = count - 1
             else:
-                self._contexts[slot], self._tokens[slot], self._counts[slot] = context, token, 1
+                contexts[slot], votes[slot], counts[slot] = context, token, 1
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """How `tokens` are most likely to go on: up to `count` tokens, fewer where a context is not known well."""

@@ -51,8 +51,8 @@ class Decision:
     """Tokens to draft after an n-gram that has occurred before: in the row, by its length, or in other answers. Only
     where these are expected to pay at least as well as skipped layers."""
     num_rounds: int = 1
-    """Rounds for which the decision holds, unless rows join or leave before. Several only without drafts: a small
-    model makes a token in the time that some decisions take."""
+    """Rounds for which the decision holds, as long as there are about as many rows. Several only without drafts: a
+    small model makes a token in the time that some decisions take."""
 
     @property
     def has_drafts(self) -> bool:

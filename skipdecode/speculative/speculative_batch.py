@@ -15,7 +15,7 @@ N tokens of a pass, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -67,7 +67,7 @@ class Draws(NamedTuple):
 
 @dataclass
 class PlainRounds:
-    """Rounds without drafts that follow one decision, for as long as the rows stay the same."""
+    """Rounds without drafts that follow one decision, of the same rows."""
 
     decision: Decision
     num_rows: int
@@ -147,7 +147,7 @@ class SpeculativeBatch(ContinuousBatch):
         return len(member.row.tokens) - 1
 
     def _changed(self) -> None:
-        self._end_plain_rounds()
+        self._continue_plain_rounds()
         self._has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
         self._proposer.keep({member.row for member in self._members})
         super()._changed()
@@ -162,6 +162,16 @@ class SpeculativeBatch(ContinuousBatch):
         if self._has_vocabulary and self.stats.decode_steps % READ_EVERY == 0:
             self._controller.vocabulary.wrote([row.tokens[-1] for row in rows])
         self.stats.count_round(plain.decision.outcome)
+
+    def _continue_plain_rounds(self) -> None:
+        """Goes on without drafts where a decision holds for more rounds, and there are about as many rows."""
+        plain = self._plain
+        self._end_plain_rounds()
+        if plain is None or len(self._members).bit_length() != plain.num_rows.bit_length():
+            return
+        if left := plain.decision.num_rounds - plain.num_rounds:
+            decision = replace(plain.decision, num_rounds=left)
+            self._plain = PlainRounds(decision, len(self._members), plain.context + plain.num_rounds)
 
     def _end_plain_rounds(self) -> None:
         """Counts the plain rounds that followed one decision, and lets the controller learn from them."""
