@@ -45,7 +45,7 @@ def plan_of(folder: RunFolder, earlier: Any, if_exists: str = "resume") -> Any:
         config=SimpleNamespace(
             model_dump=lambda mode: {},
             model=ModelConfig(),
-            output=SimpleNamespace(if_exists=if_exists),
+            output=SimpleNamespace(if_exists=if_exists, reasoning_parser=None),
             limits=SimpleNamespace(max_failed_rows=9),
             sampling=SamplingConfig(),
         ),

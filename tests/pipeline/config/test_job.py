@@ -101,7 +101,12 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "too_long": "fail_row", "template": None, "templates": None, "messages_column": None, "chat": False,
         "continue_final_message": False, "system": None, "chat_template": "auto",
     }  # fmt: skip
-    assert config["output"] == {"path": "outputs/run", "if_exists": "fail", "model_name": None}
+    assert config["output"] == {
+        "path": "outputs/run",
+        "if_exists": "fail",
+        "model_name": None,
+        "reasoning_parser": None,
+    }
     assert config["actors"]["length_buckets"] == [32, 64, 128, 256, 512, 1024, 2048]
     assert config["baseline"] == {"fraction": 0.02}
     assert config["limits"] == {
