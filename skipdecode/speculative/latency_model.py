@@ -21,11 +21,11 @@ PassKind = Literal["plain", "draft", "verify"]
 # there must be before they count.
 KEPT_RATIOS, FEWEST_RATIOS = 16, 2
 CONTEXT_STEP = 64  # contexts are rounded to the middle of such a span, so that estimates can be cached
-# Two cores with and without matrix units, by order of magnitude, and the host's work in a pass that is no plain step:
-# for runs in which no clock may decide (`sampling.deterministic`).
+# Two cores with and without matrix units, by order of magnitude: for runs in which no clock may decide
+# (`sampling.deterministic`).
 REFERENCE_AMX = Ceilings(flops_per_s=1e12, bytes_per_s=2.5e10, call_s=1e-6)
 REFERENCE = Ceilings(flops_per_s=2e11, bytes_per_s=2.5e10, call_s=1e-6)
-HOST_S = 1.5e-4
+HOST_S = 1.5e-4  # the host's work in a pass that is no plain step: half a step of a model of 5 million parameters
 
 
 class LatencyModel:
@@ -74,14 +74,15 @@ class LatencyModel:
     def seconds(
         self, kind: PassKind, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None
     ) -> float:
-        """`roofline_s`, corrected by the measured times of such passes with batches of about that size."""
+        """`roofline_s`, corrected by the measured times of such passes of batches of about that size; else by those of
+        plain steps, plus the host's work."""
         predicted = self.roofline_s(plan, rows, tokens, context, outputs)
-        if not self.is_timed:
-            return predicted + (HOST_S if kind != "plain" else 0.0)
         seen = self._ratios.get((kind, rows.bit_length()), ())
-        if len(seen) < FEWEST_RATIOS:
-            seen = self._ratios.get(("plain", rows.bit_length()), ())
-        return predicted * (median(seen) if seen else 1.0)
+        if len(seen) >= FEWEST_RATIOS:
+            return predicted * median(seen)
+        plain = self._ratios.get(("plain", rows.bit_length()), ())
+        has_host = kind != "plain" and (plain or not self.is_timed)
+        return predicted * (median(plain) if plain else 1.0) + (HOST_S if has_host else 0.0)
 
     def forget_drafts(self, rows: int) -> None:
         """Drops measurements of drafts and verifications of about as many rows."""

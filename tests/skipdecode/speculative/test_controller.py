@@ -266,6 +266,9 @@ def test_measured_passes_scale_the_roofline() -> None:
     assert latency.seconds("verify", full, 64, 256, 100) == latency.roofline_s(full, 64, 256, 100)
     latency.forget_drafts(4)
     assert latency.seconds("verify", full, 4, 16, 100) == predicted_s
+    latency.observe("plain", 4, 2.0, 1.0)
+    assert latency.seconds("plain", full, 4, 16, 100) == 2.0 * predicted_s
+    assert latency.seconds("verify", full, 4, 16, 100) == 2.0 * predicted_s + HOST_S
     untimed = LatencyModel(OPT, 2)
     untimed.observe("verify", 4, 1.0, 1e-9)
     assert untimed.seconds("verify", full, 4, 16, 100) == untimed.roofline_s(full, 4, 16, 100) + HOST_S
