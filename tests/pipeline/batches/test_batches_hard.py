@@ -1,6 +1,6 @@
 """Batches that are hurt: processes of a real endpoint, killed at random; and 5,000 lines.
 
-Minutes each. BATCH_TRIALS is the number of random trials.
+Minutes each. BATCH_TRIALS is the number of random trials, BATCH_LINES that of lines.
 """
 
 import json
@@ -19,8 +19,9 @@ import pytest
 
 from pipeline.batches.status import TERMINAL
 from pipeline.demo.restaurant_prompts import make_prompts
-from tests.support.batch_helpers import KEY, answers_of, client_of, jsonl, line, wait_for_batch
-from tests.support.processes import command, descendants, environment, run, titles
+from pipeline.store.run_folder import BATCH_FILES
+from tests.support.batch_helpers import KEY, OTHER_KEY, answers_of, client_of, jsonl, line, storage_of, wait_for_batch
+from tests.support.processes import command, descendants, environment, rows, run, titles
 from tests.support.service_helpers import DECODE, DEMO, Offline, Served, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -51,7 +52,7 @@ def create(client: openai.OpenAI, lines: list[Any]) -> Any:
 @contextmanager
 def endpoint(folder: Path, *options: str) -> Iterator[Served]:
     """What is left of it is killed in the end, and so is all that it has started."""
-    keys = {"SKIPDECODE_API_KEYS": KEY, "SKIPDECODE_LEASE_S": "6"}
+    keys = {"SKIPDECODE_API_KEYS": f"{KEY},{OTHER_KEY}", "SKIPDECODE_LEASE_S": "6"}
     small = ["batches.actors.batch_size=8", "batches.actors.window_batches=1"]
     with served(folder, f"storage.path={folder / 'storage'}", *small, *options, **keys) as server:
         started: set[int] = set()
@@ -134,33 +135,61 @@ def test_whoever_dies_every_line_is_answered_once(tmp_path: Path, trial: int) ->
     pytest.fail(f"the endpoint died too often: {killed}")
 
 
-def test_five_thousand_lines_are_those_of_generate(tmp_path: Path) -> None:
-    """Fifty of them bad. Of a line that is bad in itself, code and message; of any other, tokens by way of the text."""
-    lines: list[Any] = lines_of(4950, max_tokens=12)
-    rng = random.Random(0)
-    for n in range(50):
-        own = line(f"bad-{n}", PROMPTS[n], model="opt-e2e")
+def with_bad_lines(lines: list[Any], count: int) -> list[Any]:
+    """The lines, and among them `count` bad ones of five kinds."""
+    made, rng = list(lines), random.Random(0)
+    for n in range(count):
+        own = line(f"bad-{n}", PROMPTS[n % 60], model="opt-e2e")
         kinds = ["{broken", own | {"custom_id": 7}, own | {"url": "/v1/nothing"}, own | {"body": {"prompt": 3}}]
-        lines.insert(rng.randrange(len(lines)), [*kinds, line("row-7", "again", model="opt-e2e")][n % 5])
+        made.insert(rng.randrange(len(made)), [*kinds, line("row-7", "again", model="opt-e2e")][n % 5])
+    return made
+
+
+def test_the_lines_are_those_of_generate(tmp_path: Path) -> None:
+    """5,000 of them, or BATCH_LINES, of which one in a hundred is bad: the files of the API are those that
+    `jobs.generate` makes of the same file, and their tokens are the same. Another key sees nothing of it."""
+    count, storage = int(os.environ.get("BATCH_LINES", "5000")), tmp_path / "storage"
+    lines = with_bad_lines(lines_of(count - count // 100, max_tokens=12), count // 100)
     with endpoint(tmp_path, NOT_IDLE, "batches.actors.batch_size=64", "batches.actors.window_batches=4") as server:
-        client = client_of(server.url)
+        client, other = client_of(server.url), client_of(server.url, OTHER_KEY)
         batch, _ = wait_for_batch(client, create(client, lines).id, timeout_s=1800)
-        output, errors = answers_of(client, batch)
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (4950, 50)
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(jsonl(lines))
+        assert batch.status == "completed"
+        made = [client.files.content(own).text for own in (batch.output_file_id, batch.error_file_id)]
+        assert list(other.batches.list()) == list(other.files.list()) == []
+        for call, own in (
+            (other.batches.retrieve, batch.id),
+            (other.batches.cancel, batch.id),
+            (other.files.retrieve, batch.input_file_id),
+            (other.files.content, batch.input_file_id),
+            (other.files.content, batch.output_file_id),
+            (other.files.content, batch.error_file_id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call(own)
+    assert batch.request_counts.model_dump() == {
+        "total": count, "completed": count - count // 100, "failed": count // 100
+    }  # fmt: skip
+    own = storage_of(storage)
     schedule = ", ".join(f"{key}: {value}" for key, value in DECODE.items())
-    keys = [f"decode={{{schedule}}}", "limits.max_failed_rows=1.0", "actors.batch_size=64"]
-    made = run(command(Path(DEMO), source, tmp_path / "run", *keys), environment(None, tmp_path))
-    assert made.returncode == 0, made.stderr
+    keys = [f"decode={{{schedule}}}", "limits.max_failed_rows=1.0", "actors.batch_size=64", "input.format=openai_batch"]
+    source, target = Path(own.input_path(batch.id)), tmp_path / "run"
+    job = command(Path(DEMO), source, target, *keys, "output.model_name=opt-e2e")
+    ran = run(job, environment(None, tmp_path))
+    assert ran.returncode == 0, ran.stderr
 
-    def read(name: str) -> list[Any]:
-        return [json.loads(text) for text in (tmp_path / "run" / name).read_text().splitlines()]
+    def parsed(text: str) -> list[Any]:
+        found = [json.loads(one) for one in text.splitlines()]
+        for one in found:
+            if one["response"] is not None:
+                del one["response"]["body"]["created"]  # when the run began
+        return sorted(found, key=json.dumps)
 
-    wanted = {one["custom_id"]: one["response"]["body"] for one in read("batch_output.jsonl")}
-    assert {own: (body["choices"], body["usage"]) for own, body in output.items()} == {
-        own: (body["choices"], body["usage"]) for own, body in wanted.items()
-    }
-    messages = sorted(error["message"].replace(f"{batch.id}.jsonl", "in.jsonl") for error in errors)
-    assert messages == sorted(one["error"]["message"] for one in read("batch_errors.jsonl"))
-    assert len(messages) == 50
+    wanted = [(target / name).read_text() for name in BATCH_FILES]
+    assert [len(parsed(text)) for text in made] == [count - count // 100, count // 100]
+    assert [parsed(text) for text in made] == [parsed(text) for text in wanted]
+    tokens = [
+        {row["id"]: (row["generated_tokens"], row["finish_reason"]) for row in rows(folder, "ok").values()}
+        for folder in (Path(own.run_path(batch.id)), target)
+    ]
+    assert len(tokens[0]) == count - count // 100
+    assert tokens[0] == tokens[1]

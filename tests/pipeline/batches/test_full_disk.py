@@ -6,14 +6,19 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import openai
 import pytest
 
+import pipeline.generate.run as run_module
+from pipeline.batches.driver import run_batch
 from pipeline.batches.ending import end_batch
 from pipeline.batches.storage import BatchRecord, ClientStorage
-from tests.support.batch_helpers import batch_endpoint, client_of, jsonl, line, storage_of
+from pipeline.generate.stopping import RunStopped
+from tests.support.batch_helpers import answers_of, batch_endpoint, client_of, jsonl, line, storage_of
+from tests.support.processes import row_list
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 
@@ -35,6 +40,9 @@ class Disk:
 
     def make_room(self) -> None:
         self._ballast.unlink()
+
+    def grow(self, size: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(self.path)], check=True)
 
     def unmount(self) -> None:
         subprocess.run(["umount", "-l", str(self.path)], check=True)
@@ -121,3 +129,54 @@ def test_an_upload_for_which_the_temporary_folder_is_too_small(
         assert list(client.files.list()) == []
         assert list(disk.path.iterdir()) == []
         assert upload(client, content[-500_000:]).bytes == 500_000
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", ["2400k"], indirect=True)
+def test_a_batch_whose_disk_is_full_goes_on_when_there_is_room(
+    disk: Disk, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First while its rows are written, then while its result files are; its driver runs in this process."""
+    random, count = Random(0), 200
+    lines = [line(f"r{n}", user=random.randbytes(4000).hex()) for n in range(count)]
+    actors = {"batch_size": 16, "window_batches": 1, "background": False}
+    model = {"source": str(tiny_checkpoint), "dtype": "float32"}
+    with batch_endpoint(disk.path / "storage", model=model, batches={"actors": actors}) as url:
+        client, own = client_of(url), storage_of(disk.path / "storage")
+        made = create(client, upload(client, jsonl(lines)).id)
+        run_path = Path(own.run_path(made.id))
+
+        def look() -> tuple[str, list[str], dict[str, Any]]:
+            seen = client.batches.retrieve(made.id)
+            codes = [error.code for error in seen.errors.data] if seen.errors else []
+            rows = row_list(run_path, "ok")
+            by_id = {row["id"]: row for row in rows}
+            assert len(by_id) == len(rows) == seen.request_counts.completed
+            return seen.status, codes, by_id
+
+        def drive() -> None:
+            run_batch(own, record_of(own, made.id), print)
+
+        with pytest.raises(RunStopped, match="no space left"):
+            drive()
+        status, codes, before = look()
+        assert (status, codes, 0 < len(before) < count) == ("in_progress", ["storage_full"], True)
+        with suppress(RunStopped):  # or it is refused before it begins, which is no failure of the batch either
+            drive()
+        status, codes, rows = look()
+        assert (status, codes, rows.items() >= before.items()) == ("in_progress", ["storage_full"], True)
+        disk.grow("60m")
+        with monkeypatch.context() as patch:
+            write = run_module.write_batch_files
+            patch.setattr(run_module, "write_batch_files", lambda *given, **keys: (disk.fill(), write(*given, **keys)))
+            with pytest.raises(RunStopped, match="no space left"):
+                drive()
+        status, codes, rows = look()
+        assert (status, codes, len(rows), rows.items() >= before.items()) == ("finalizing", ["storage_full"], 200, True)
+        assert client.batches.retrieve(made.id).output_file_id is None
+        disk.make_room()
+        drive()
+        assert look() == ("completed", [], rows)
+        output, errors = answers_of(client, client.batches.retrieve(made.id))
+        assert (output.keys(), errors) == (rows.keys(), [])
