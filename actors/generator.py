@@ -163,8 +163,9 @@ class Generator:
         self.ceilings: Ceilings | None = None
         self._controllers: dict[Lossless, SpeculationController] = {}
         self._vocabulary = DraftVocabulary(self.model.config.vocab_size)
-        self._answers = AnswerIndex()
         """Shared by all controllers: the model holds a single draft head."""
+        self._answers = AnswerIndex()
+        """Of all batches, whatever drafts in them."""
         self._measure_ceilings()
         self.memory = MemoryBudget(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
         self.graphs = self._make_graphs()
