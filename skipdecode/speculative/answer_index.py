@@ -25,9 +25,9 @@ class AnswerIndex:
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         """`num_slots`: a power of two."""
         self._mask = num_slots - 1
-        self._contexts = memoryview(np.zeros(num_slots, np.int64))  # hashes; a view, whose items are Python's numbers
-        self._tokens = memoryview(np.zeros(num_slots, np.int32))
-        self._counts = memoryview(np.zeros(num_slots, np.uint8))
+        self._contexts = np.zeros(num_slots, np.int64).data  # hashes; a view, whose items are Python's numbers
+        self._tokens = np.zeros(num_slots, np.int32).data
+        self._counts = np.zeros(num_slots, np.uint8).data
 
     def add(self, tokens: Sequence[int], start: int) -> None:
         """Counts `tokens[start:]`, each after the tokens before it."""
