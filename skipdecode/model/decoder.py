@@ -181,9 +181,8 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens, positions [...] int64 -> [..., D]. Position 0 is a row's first token, -1 is padding."""
-        if (
-            tokens.dim() == 2 and tokens.shape[1] == 1
-        ):  # a row that has got NO_TOKEN is fed until the host has read that
+        # A row that has got NO_TOKEN is fed until the host has read that.
+        if tokens.dim() == 2 and tokens.shape[1] == 1:
             tokens = tokens.clamp(min=0)
         h: Tensor = self.embed_tokens(tokens)
         if (scale := self.config.embed_scale) != 1.0:

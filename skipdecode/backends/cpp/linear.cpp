@@ -71,7 +71,8 @@ void pack(int64_t outputs, int64_t inputs, const T* weight, T* packed) {
 }
 
 // The output with the largest value of each row, the lowest index if several are equal as T: the argmax of what `linear`
-// computes, which is never written; NO_TOKEN if one is NaN or +inf. Each thread calls `multiply` with a callback that receives its sums.
+// computes, which is never written; NO_TOKEN if one is NaN or +inf. Each thread calls `multiply` with a callback that
+// receives its sums.
 template <typename T, typename Multiply>
 void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Multiply multiply) {
   std::vector<float> best(rows, -FLT_MAX);
