@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from skipdecode.speculative.draft import Source
 
 SHORTEST, LONGEST = 2, 4  # tokens that must match; longer matches are preferred
+COUNT_EVERY = 4  # rows without drafts, of which one is counted: some of the text says enough, and counting takes time
 _BYTES = array("i").itemsize
 
 
@@ -58,6 +59,8 @@ class NgramProposer:
         self._indexes: dict[Row, TokenIndex] = {}
         self._num_counted: dict[Row, int] = {}
         """Of each row, the tokens that `answers` has counted."""
+        self._num_uncounted = 0
+        """Rows that have ended without a draft from `answers`."""
 
     def propose(
         self, row: Row, num_tokens: "Mapping[Source, int]", limit: int, rates: "Mapping[Source, float]"
@@ -77,9 +80,14 @@ class NgramProposer:
         return length, tokens
 
     def keep(self, rows: Collection[Row]) -> None:
-        """Forgets all other rows, once what they have written is counted."""
-        for row in self._num_counted.keys() - rows:
-            self._count(row)
+        """Forgets all other rows, once what they have written is counted. Of rows for which the index was never asked,
+        one in COUNT_EVERY is."""
+        for row, counted in self._num_counted.items():
+            if row in rows:
+                continue
+            if counted or self._num_uncounted % COUNT_EVERY == 0:
+                self._count(row)
+            self._num_uncounted += not counted
         self._num_counted = {row: self._num_counted.get(row, 0) for row in rows}
         self._indexes = {row: index for row, index in self._indexes.items() if row in rows}
 
