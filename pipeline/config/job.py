@@ -301,6 +301,8 @@ class OutputConfig(Section):
     `generated_text` is the answer alone. null: the text stays whole."""
 
 
+WINDOW_BATCHES, GPU_WINDOW_BATCHES = 4, 16
+"""`actors.window_batches: auto`, without a GPU for each worker and with one."""
 Auto = Literal["auto"]
 PoolSize = Auto | Annotated[int, Field(ge=1)] | tuple[int, int]
 
@@ -331,8 +333,9 @@ class ActorsConfig(Section):
         2048,
     )
     """Upper ends of the ranges of prompt lengths, in tokens; all rows of a batch are of one range."""
-    window_batches: Annotated[int, Field(ge=1)] = 4
-    """How many batches of rows a worker takes at a time and sorts by length."""
+    window_batches: Auto | Annotated[int, Field(ge=1)] = "auto"
+    """How many batches of rows a worker takes at a time and sorts by length; auto: 16 for a worker with a GPU, whose
+    batches are short and have to be full, else 4 (several GPUs: a model that takes its time)."""
     background: bool = False
     """Whether workers leave the CPUs to everything else that runs on their machines, and take what is left (Linux:
     SCHED_IDLE; elsewhere the lowest priority)."""
@@ -352,6 +355,12 @@ class ActorsConfig(Section):
     def num_devices(self) -> int:
         """How many devices the layers of a worker's model are split over."""
         return 1 if self.num_gpus == "auto" else max(1, int(self.num_gpus))
+
+    def batches_of_window(self, *, has_gpu: bool) -> int:
+        """`window_batches`, with `auto` resolved for workers with or without GPUs."""
+        if self.window_batches != "auto":
+            return self.window_batches
+        return GPU_WINDOW_BATCHES if has_gpu and self.num_devices == 1 else WINDOW_BATCHES
 
     @field_validator("length_buckets")
     @classmethod
@@ -383,7 +392,8 @@ class LimitsConfig(Section):
     """The most bytes that a line of the input (a row, in CSV) may have when decompressed; longer ones fail as
     `bad_line`."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 1800
-    """Seconds without progress after which the run ends with an error."""
+    """Seconds without a finished window after which the run ends with an error; four times as many where
+    `actors.window_batches` auto is 16."""
     window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds from the start of the command after which decoding ends; `--resume` makes the rows that are left. null:
     no limit."""

@@ -164,7 +164,7 @@ def window_rows(config: JobConfig, num_actors: int, num_rows: int, *, has_gpu: b
     """Rows an actor takes at a time: `window_batches` batches, but so few that every actor gets two windows or more."""
     size = config.actors.batch_size
     rows = MAX_BATCH_ROWS["cuda" if has_gpu else "cpu"] if size == "auto" else size
-    return max(1, min(config.actors.window_batches * rows, -(-num_rows // (2 * num_actors))))
+    return max(1, min(config.actors.batches_of_window(has_gpu=has_gpu) * rows, -(-num_rows // (2 * num_actors))))
 
 
 def lines(estimate: Estimate) -> list[str]:

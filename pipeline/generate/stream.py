@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 
 from pipeline.cluster.progress import live_progress
 from pipeline.cluster.worker_records import Counts
+from pipeline.config.job import WINDOW_BATCHES, JobConfig
 from pipeline.estimate.forecast import Shape
 from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows
@@ -62,7 +63,8 @@ def stream_rows(
         sink = _make_sink(spec, folder, session, work)
         prepare(
             keep_workers=helpers.steal_queue is not None,
-            no_progress_timeout_s=planned.config.limits.no_progress_timeout_s + skipping_s(work),
+            no_progress_timeout_s=window_limit_s(planned.config, has_gpu=bool(planned.pool.num_gpus))
+            + skipping_s(work),
         )
         on_counts = partial(_update_estimate, estimate, helpers.collector)
         with window, live_progress(helpers.collector, work.num_left, log, on_counts):
@@ -134,6 +136,12 @@ def _update_estimate(estimate: LiveEstimate | None, collector: ActorHandle, coun
     if estimate is not None and estimate.is_ready(counts["rows"]):
         with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # figures only
             estimate.update(ray.get(collector.pace.remote(), timeout=10))
+
+
+def window_limit_s(config: JobConfig, *, has_gpu: bool) -> float:
+    """Seconds that a window may take: `limits.no_progress_timeout_s`, and more where windows are large by default."""
+    large = config.actors.batches_of_window(has_gpu=has_gpu) if config.actors.window_batches == "auto" else 0
+    return config.limits.no_progress_timeout_s * max(1.0, large / WINDOW_BATCHES)
 
 
 def skipping_s(work: Work) -> float:

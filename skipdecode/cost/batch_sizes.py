@@ -9,24 +9,28 @@ from skipdecode.config.model import KV_ALIGNMENT, DecoderConfig
 
 MAX_ROWS = 256
 """Larger batches gain little on a GPU."""
+FINEST = 2
+"""The ladder with all of its sizes."""
+QUARTERED_FROM = 128
+"""Below it a step reads mostly weights, and rows that pad a batch cost little."""
 GROWTH = 2
 """Memory that a cache may grow to without graphs: rows that stay are copied while the old ones still exist."""
 
 
-def ladder(max_rows: int, *, has_midpoints: bool = True) -> tuple[int, ...]:
-    """Batch sizes that batches are padded to: powers of two, their midpoints, and `max_rows` itself."""
-    rungs, power = [1], 2
+def ladder(max_rows: int, fineness: int = FINEST) -> tuple[int, ...]:
+    """Batch sizes that batches are padded to: powers of two and `max_rows` itself; from a `fineness` of 1 on also the
+    midpoints of powers; at 2 also the quarters above QUARTERED_FROM (160 and 224)."""
+    rungs, power = [1], 1
     while rungs[-1] < max_rows:
-        middle = [power * 3 // 4] if has_midpoints and power > 2 else []
-        rungs += [rung for rung in (*middle, power) if rung > rungs[-1]]
+        parts = 4 if fineness >= 2 and power >= QUARTERED_FROM else 2 if fineness >= 1 and power >= 2 else 1
+        rungs += [power + power * part // parts for part in range(1, parts + 1)]
         power *= 2
     return *(rung for rung in rungs if rung < max_rows), max_rows
 
 
 def rung_within(rows: int) -> int:
-    """The largest size of the ladder that is at most `rows`, and at least 1."""
-    power = 1 << (max(rows, 1).bit_length() - 1)
-    return power * 3 // 2 if power >= 2 and power * 3 // 2 <= rows else power
+    """The largest size of the finest ladder up to MAX_ROWS that is at most `rows`, and at least 1."""
+    return max((rung for rung in ladder(MAX_ROWS) if rung <= rows), default=1)
 
 
 def row_rounding(config: DecoderConfig, itemsize: int) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.errors import is_out_of_memory
-from skipdecode.cost.batch_sizes import MAX_ROWS, ladder
+from skipdecode.cost.batch_sizes import FINEST, MAX_ROWS, ladder
 from skipdecode.kv.graph_cache import CachePool, GraphedCache, Layout, PoolFull, TableView
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
@@ -182,7 +182,7 @@ class CudaGraphs:
         """Why no more steps are captured, while existing graphs stay in use: memory, or their number."""
         self._captures = captures or (CudaGraphCapture(model.device) if model.device.type == "cuda" else GraphCapture())
         self._replays: OrderedDict[Key, Work] = OrderedDict()
-        self._has_midpoints, self._is_loading = True, False
+        self._fineness, self._is_loading = FINEST, False
         device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self._num_pad = torch.zeros_like(self._tokens)
@@ -202,7 +202,7 @@ class CudaGraphs:
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        return ladder(self.max_rows, has_midpoints=self._has_midpoints)
+        return ladder(self.max_rows, self._fineness)
 
     def rows_for(self, num_rows: int) -> int:
         """The size to which a batch of `num_rows` is padded; above `max_rows` it is not."""
@@ -231,12 +231,13 @@ class CudaGraphs:
     def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
         """Captures every plan at every number of `rows` (None: the whole ladder) ahead of the first batch.
 
-        If that were more than MAX_GRAPHS, the ladder loses its midpoints. Evicts least recently used graphs of other
-        plans.
+        If that were more than MAX_GRAPHS, the ladder loses its quarters, then its midpoints. Evicts least recently used
+        graphs of other plans.
         """
         known = {plan for plan, _ in self._replays}
-        if rows is None and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS and not self._replays:
-            self._has_midpoints = False
+        if rows is None and not self._replays:
+            while self._fineness and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS:
+                self._fineness -= 1
         wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
         self._is_loading = True
         self._make_way({(plan, n) for plan in plans for n in wanted})

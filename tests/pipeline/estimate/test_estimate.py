@@ -13,7 +13,7 @@ from actors.batching.buckets import PlannedBatch
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
 from pipeline.cluster.worker_records import Pace
-from pipeline.config.job import JobConfig
+from pipeline.config.job import JobConfig, build_config
 from pipeline.estimate import live
 from pipeline.estimate.forecast import (
     Shape,
@@ -206,7 +206,10 @@ def test_a_window_is_what_a_run_takes() -> None:
     config = JobConfig()
     assert window_rows(config, 1, 100_000, has_gpu=False) == 512
     assert window_rows(config, 2, 100, has_gpu=False) == 25
-    assert window_rows(config, 1, 100_000, has_gpu=True) > 512
+    assert window_rows(config, 1, 100_000, has_gpu=True) == 16 * 256
+    assert window_rows(config, 1, 5_000, has_gpu=True) == 2_500
+    few = build_config(JobConfig, {"actors": {"window_batches": 2, "batch_size": 8}})
+    assert window_rows(few, 1, 100_000, has_gpu=True) == 16
 
 
 def test_doctor_says_tokens_hours_and_cost(

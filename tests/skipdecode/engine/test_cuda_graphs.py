@@ -40,13 +40,14 @@ OTHERS: list[Schedule] = [
 
 
 def test_rungs() -> None:
-    assert ladder(256) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    assert ladder(256) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+    assert ladder(256, 1) == tuple(rung for rung in ladder(256) if rung not in (160, 224))
     assert ladder(20) == (1, 2, 3, 4, 6, 8, 12, 16, 20), "whoever says 20 rows gets a graph for 20"
-    assert ladder(200)[-3:] == (128, 192, 200)
-    assert ladder(200, has_midpoints=False)[-3:] == (64, 128, 200)
+    assert ladder(200)[-4:] == (128, 160, 192, 200)
+    assert ladder(200, 0)[-3:] == (64, 128, 200)
     assert [ladder(n) for n in (1, 2, 3)] == [(1,), (1, 2), (1, 2, 3)]
     assert all(rung_within(n) == max(rung for rung in ladder(256) if rung <= n) for n in range(1, 257))
-    assert ladder(256, has_midpoints=False) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert ladder(256, 0) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.9}
@@ -144,7 +145,7 @@ def test_all_graphs_are_captured_at_load(model: Decoder) -> None:
 
 
 @pytest.mark.parametrize("layers", [24, 32])
-def test_160_batches_ask_for_at_most_210_graphs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_160_batches_ask_for_at_most_234_graphs(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 new tokens at 2x, each batch at full depth too, as a worker with a baseline captures and decodes them; row
     counts as `StaticBatch` has them (`kept_rows`). Steps themselves are left out."""
     monkeypatch.setattr(CudaGraphs, "_step", lambda *_: None)
@@ -156,7 +157,8 @@ def test_160_batches_ask_for_at_most_210_graphs(layers: int, monkeypatch: pytest
     worker.model = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32)  # type: ignore[assignment]
     worker.graphs = graphs = CudaGraphs(worker.model, 1 << 28, captures=FakeCaptures())
     worker._capture_graphs()
-    assert 100 < graphs.num_captured == graphs.num_graphs <= 210
+    assert 100 < graphs.num_captured == graphs.num_graphs <= 234
+    assert graphs.rungs == ladder(256), "a released shape keeps 160 and 224 rows"
     rng, schedule, asked = random.Random(layers), worker.schedule(512), set()
     pads, caches = torch.zeros(256, dtype=torch.int64), {}
     for _ in range(160):
@@ -215,6 +217,16 @@ def test_more_plans_than_graphs_lose_the_midpoints(model: Decoder, monkeypatch: 
     assert graphs.rungs == (1, 2, 4, 8, 16, 32, 64)
     assert graphs.num_graphs == 5 * 7 <= 40 < 5 * len(ladder(64))
     assert graphs.rows_for(5) == 8
+
+
+def test_more_plans_than_graphs_lose_the_quarters_first(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = plans_of([SkipDecode(L, 6, 2, 1, 59)], 60)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 18 * len(plans) - 1)
+    graphs = CudaGraphs(model, ROOM, captures=FakeCaptures())
+    graphs.capture_all(plans)
+    assert graphs.rungs == ladder(256, 1)
+    assert graphs.num_graphs == 16 * len(plans)
+    assert [graphs.rows_for(n) for n in (130, 200)] == [192, 256]
 
 
 def test_graphs_are_bounded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
