@@ -234,21 +234,21 @@ class Generator:
             random.Random(self._sample.batches).shuffle(batches)
         else:  # what is left is to take little time
             batches.sort(key=lambda batch: max(map(num_positions, (requests[row] for row in batch.rows))), reverse=True)
-        filled: dict[tuple[Schedule, int], list[PlannedBatch]] = {}  # batches to be decoded as one that is kept full
+        continuous: dict[tuple[Schedule, int], list[PlannedBatch]] = {}  # batches to be decoded as one continuous batch
         for batch in batches:
             first = requests[batch.rows[0]]
             schedule = self.schedule(first.sampling.max_new_tokens)
             counts_as_sample = may_measure and not is_scored_alone(first)
             is_due = counts_as_sample and self._sample.is_due(self.config.baseline_fraction)
             is_paired = is_due and schedule != self.full
-            if is_paired or is_scored_alone(first) or not self.is_kept_full(schedule):
+            if is_paired or is_scored_alone(first) or not self.uses_continuous_batching(schedule):
                 if answers and not goes_on():
                     break
                 answers |= self._decode_or_split(batch, requests, schedule, result.batches, is_paired)
             else:
-                filled.setdefault((schedule, batch.max_rows), []).append(batch)
+                continuous.setdefault((schedule, batch.max_rows), []).append(batch)
             self._sample = self._sample.after(first.id, counts_as_sample=counts_as_sample, is_pair=is_paired)
-        for (schedule, _), own in filled.items():
+        for (schedule, _), own in continuous.items():
             if not answers or goes_on():
                 answers |= self._decode_or_split(
                     merged(own), requests, schedule, result.batches, is_paired=False, goes_on=goes_on
@@ -258,8 +258,8 @@ class Generator:
         result.answers = [answers[row] for row in sorted(answers)]
         return result
 
-    def is_kept_full(self, schedule: Schedule) -> bool:
-        """True if rows of a window join as others end, not in batches that start and end together.
+    def uses_continuous_batching(self, schedule: Schedule) -> bool:
+        """True if rows of a window join as others end; otherwise they start together in static batches.
 
         On a GPU, steps are captured for rows that all stand at the same one (`skipdecode.engine.cuda_graphs`).
         """
@@ -457,15 +457,15 @@ class Generator:
         chosen = [self.compiled(request) for request in chosen]
         sharing = prefixes_in(batch, [request.prompt_tokens for request in chosen])
         decode_text = self.tokenizer.decode
-        if isinstance(schedule, Lossless) or self.is_kept_full(schedule):
-            return self._run_kept_full(chosen, schedule, min(batch.max_rows, len(chosen)), sharing, goes_on)
+        if isinstance(schedule, Lossless) or self.uses_continuous_batching(schedule):
+            return self._run_continuous(chosen, schedule, min(batch.max_rows, len(chosen)), sharing, goes_on)
         options: dict[str, Any] = {} if sharing is None else {"sharing": sharing}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
             options = {"prompt_columns": batch.bucket, "batch_rows": rows, "compact": False}
         return generate(self.model, chosen, schedule, decode_text=decode_text, graphs=self.graphs, **options)
 
-    def _run_kept_full(
+    def _run_continuous(
         self,
         chosen: Sequence[Request],
         schedule: Schedule,

@@ -136,7 +136,7 @@ def ours(spec: Spec) -> Engine:
         schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new)
         sampling = Sampling(max_new_tokens=num_new, ignore_eos=not spec.ends)
         made: dict[int, list[int]] = {}
-        # as a job does: on a GPU, batches whose rows start together; on a CPU, one that is kept full
+        # as a job does: on a GPU, batches whose rows start together; on a CPU, a continuous one
         for part in by_length(prompts, spec.max_batch if spec.device == "cuda" else len(prompts)):
             requests = [Request(str(i), prompts[i], sampling) for i in part]
             if isinstance(schedule, Lossless):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jobs.cli
 import jobs.generate
-import pipeline.generate.dataset
+import pipeline.generate.data_pipeline
 from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import ModelThread
@@ -30,5 +30,5 @@ class SleepingDecodeStage(DecodeStage):
 
 
 if __name__ == "__main__":
-    pipeline.generate.dataset.DecodeStage = SleepingDecodeStage  # type: ignore[misc]
+    pipeline.generate.data_pipeline.DecodeStage = SleepingDecodeStage  # type: ignore[misc]
     jobs.cli.start(jobs.generate.main)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cli import log, make_parser, run_verb, start
-from jobs.generate import ending, summarize
+from jobs.generate import document_and_exit_code, log_summary
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -60,9 +60,9 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     log("\nfive of the rows, prompt and answer:\n")
     for row in sample_rows(finished.folder, 5):
         log(f"  {row['id']}  {asked.get(row['id'], row['prompt'])}\n      -> {row['generated_text']}\n")
-    summarize(finished)
+    log_summary(finished)
     log(f"the demo took {time.monotonic() - started:.0f} s; for your own prompts and model: skipdecode generate --help")
-    return ending(finished, {"was_finished": finished.was_finished})
+    return document_and_exit_code(finished, {"was_finished": finished.was_finished})
 
 
 def write_prompts(path: Path, rows: int, chat: bool) -> dict[str, str]:

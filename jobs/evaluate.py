@@ -90,7 +90,7 @@ def sweep(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
 
 def tasks(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
     from pipeline.config.job import build_config, read_tree
-    from pipeline.evaluation.tasks import TasksConfig, evaluate_tasks
+    from pipeline.evaluation.lm_eval_tasks import TasksConfig, evaluate_tasks
 
     tree = read_tree(arguments.config, arguments.overrides) | {"tasks": arguments.tasks.split(",")}
     document: dict[str, Any] = {**evaluate_tasks(build_config(TasksConfig, tree), log), "command": command}

@@ -67,12 +67,12 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from pipeline.generate.run import run  # takes seconds; a wrong key is reported before that
 
     finished = run(config, log)
-    summarize(finished)
-    return ending(finished, {"was_finished": finished.was_finished})
+    log_summary(finished)
+    return document_and_exit_code(finished, {"was_finished": finished.was_finished})
 
 
-def ending(finished: "RunResult", more: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The document of a finished run, extended by `more`, and its exit code."""
+def document_and_exit_code(finished: "RunResult", more: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The document of a finished run, extended by `more`, and its exit code; logs why that is not 0."""
     code = TOO_MANY_FAILED if finished.too_many_failed else OK
     if code:
         failed, total = finished.report["failed"], finished.report["books"]["input"]
@@ -100,7 +100,7 @@ def key_figures(finished: "RunResult", more: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def summarize(finished: "RunResult") -> None:
+def log_summary(finished: "RunResult") -> None:
     """Prints what a run produced, what skipping gained and what went wrong."""
     report, folder = finished.report, finished.folder
     if "speedup" not in report:  # making the report failed
@@ -138,7 +138,7 @@ def summarize(finished: "RunResult") -> None:
 
 
 def kernels_in_words(report: dict[str, Any]) -> list[str]:
-    """Lines for `summarize`: with what workers decoded, and which of them were slower than they could be."""
+    """Lines for `log_summary`: with what workers decoded, and which of them were slower than they could be."""
     from pipeline.report.rendering import backends, slow_workers  # takes seconds, as in `work`
 
     used, slow = backends(report["actors"]), slow_workers(report["actors"])
@@ -147,7 +147,7 @@ def kernels_in_words(report: dict[str, Any]) -> list[str]:
 
 
 def unfinished_reasoning(share: float) -> str:
-    """One line for `summarize` where most answers are reasoning alone; else empty."""
+    """One line for `log_summary` where most answers are reasoning alone; else empty."""
     if share <= HALF:
         return ""
     return (
@@ -158,7 +158,7 @@ def unfinished_reasoning(share: float) -> str:
 
 
 def low_agreement(report: dict[str, Any]) -> str:
-    """One line for `summarize` where skipping has changed most tokens; else empty."""
+    """One line for `log_summary` where skipping has changed most tokens; else empty."""
     agreement = report["agreement"]["token_match"]
     if agreement is None or agreement >= LOW_AGREEMENT:
         return ""
@@ -170,7 +170,7 @@ def low_agreement(report: dict[str, Any]) -> str:
 
 
 def speedup_in_words(report: dict[str, Any]) -> str:
-    """One line for `summarize`; empty for a run at full depth, which skips nothing."""
+    """One line for `log_summary`; empty for a run at full depth, which skips nothing."""
     s, agreement = report["speedup"], report["agreement"]["token_match"]
     decode = report.get("decode", {})
     if decode.get("method") == "full" and not decode.get("lossless"):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from jobs.cli import log, make_folder_parser, run_folder, run_verb, start
-from jobs.generate import ending
+from jobs.generate import document_and_exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         f"retry: {done.recovered} of {done.tried} rows recovered; the run now has {report['completed']} rows ok and "
         f"{report['failed']} failed"
     )
-    return ending(done.run, {"tried": done.tried, "recovered": done.recovered})
+    return document_and_exit_code(done.run, {"tried": done.tried, "recovered": done.recovered})
 
 
 if __name__ == "__main__":

@@ -112,10 +112,10 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         """The tokens of a text, with the special tokens of the model unless it has them already."""
         tokenizer = self._loaded.tokenizer
         bare = tokenizer.encode_rendered([string])[0]
-        front = list(tokenizer.front)
-        if add_special_tokens is False or (front and bare[: len(front)] == front):
+        bos_tokens = list(tokenizer.bos_tokens)
+        if add_special_tokens is False or (bos_tokens and bare[: len(bos_tokens)] == bos_tokens):
             return bare
-        return [*front, *bare]
+        return [*bos_tokens, *bare]
 
     @cached_property
     def _chat_tokenizer(self) -> "PreTrainedTokenizerBase":

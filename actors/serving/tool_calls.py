@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model: how they are told from the rest, and the grammar that forces them.
+"""Tool calls in generated text: parsing them, and the grammar that forces them.
 
 Two forms are known. `tags` (Hermes, Qwen, SmolLM3): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as
 often as the model likes and after text. `json` (Llama 3): an answer that is `{"name": ..., "parameters": {...}}` and

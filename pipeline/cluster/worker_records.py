@@ -1,6 +1,6 @@
 """What workers report to the metrics collector, and the collector's running totals. Types only.
 
-`pipeline.report.metrics_schemas` has the same records as Parquet columns.
+`pipeline.report.metrics_schemas` has these records as Parquet columns, and some more of them.
 """
 
 from typing import NotRequired, TypedDict

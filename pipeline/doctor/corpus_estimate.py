@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from actors.generator import Generator
-from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.estimate.forecast import Estimate, Shape, count_tokens, forecast, lines, window_rows
 from pipeline.estimate.measure import MAX_DECODED_ROWS, measure
@@ -17,6 +16,7 @@ from pipeline.input.input_plan import columns_of, plan_input
 from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.sample_prompts import remark_on_last_messages
 from pipeline.input.scan import scan_file
+from pipeline.resolve_model import ResolvedModel
 from skipdecode.checkpoint.hub import resolve_source
 
 SAMPLED_ROWS = 2048

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from actors.generator import Generator
-from pipeline.checkpoint import check_exact_drafts, check_model, check_quantization
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.node_backends import (
     NodeBackend,
@@ -38,6 +37,7 @@ from pipeline.formatting import Json, Log
 from pipeline.generate.stage_config import local_paths, make_generator_config
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
+from pipeline.resolve_model import check_exact_drafts, check_model, check_quantization
 from pipeline.store.run_folder import RunFolder
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.cost.roofline import cache_bytes_per_row

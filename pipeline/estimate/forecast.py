@@ -122,15 +122,15 @@ def seconds_per_row(generator: Generator, requests: Sequence[Request], measured:
 def batches_of_time(generator: Generator, window: Sequence[Request], new: Sequence[int]) -> list[PlannedBatch]:
     """Batches that take as long as the window: those that it is cut into. Where rows join as others end, a batch is of
     rows with about equally long answers, which fills it to its end just as well."""
-    found, kept_full = list[PlannedBatch](), dict[tuple[Schedule, int], list[PlannedBatch]]()
+    found, continuous = list[PlannedBatch](), dict[tuple[Schedule, int], list[PlannedBatch]]()
     for batch in generator.cut(window):
         first = window[batch.rows[0]]
         schedule = generator.schedule(first.sampling.max_new_tokens)
-        if is_scored_alone(first) or not generator.is_kept_full(schedule):
+        if is_scored_alone(first) or not generator.uses_continuous_batching(schedule):
             found.append(batch)
         else:
-            kept_full.setdefault((schedule, batch.max_rows), []).append(batch)
-    for (_, size), own in kept_full.items():
+            continuous.setdefault((schedule, batch.max_rows), []).append(batch)
+    for (_, size), own in continuous.items():
         batch = merged(own)
         order = sorted(range(len(batch.rows)), key=lambda at: new[batch.rows[at]])
         found += [batch.of(order[at : at + size]) for at in range(0, len(order), size)]

@@ -121,7 +121,7 @@ def rows_by_step(generator: Generator, chosen: Sequence[Request], batch: Planned
     that have not been dropped."""
     longest = max(request.sampling.max_new_tokens for request in chosen)
     schedule = generator.schedule(longest)
-    if isinstance(schedule, Lossless) or generator.is_kept_full(schedule):
+    if isinstance(schedule, Lossless) or generator.uses_continuous_batching(schedule):
         return carried_rows(new, compact_at=1.0)  # ended rows leave at once
     if generator.config.deterministic:
         return [generator.batch_size(batch.bucket, longest)] * (max(new) - 1)

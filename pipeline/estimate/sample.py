@@ -62,7 +62,7 @@ def sample_rows(
     filled = [index for index, rows in enumerate(plan.num_rows_per_file) if rows]
     count = min(max_files, len(filled))
     quota, spots = max(1, max_rows // count), max(1, SPOTS // count)
-    making = None if prompter is None else _Making(prompter)
+    making = None if prompter is None else TimeLimitedPrompter(prompter)
     requests: list[Request] = []
     num_rows, problem = 0, ""
     for number in range(count):
@@ -80,8 +80,9 @@ class _OutOfTime(Exception):
     """The time limit for making prompts has been reached."""
 
 
-class _Making:
-    """A prompter that stops once it has taken the time that it may: its own, for a file may be slow to read."""
+class TimeLimitedPrompter:
+    """A prompter that stops once it has taken the time that it may. Only its own time counts: a file may be slow to
+    read."""
 
     def __init__(self, prompter: Prompter) -> None:
         self._prompter, self._taken_s, self._allowed_s = prompter, 0.0, 0.0
@@ -101,18 +102,18 @@ class _Making:
 
 
 def _parts(
-    plan: InputPlan, index: int, config: InputConfig, making: _Making | None, quota: int, spots: int
+    plan: InputPlan, index: int, config: InputConfig, prompter: TimeLimitedPrompter | None, quota: int, spots: int
 ) -> list[pa.Table]:
     """Runs of neighbours, with their prompts; fewer where making these takes too long."""
     head = _head(read_file(plan, index, config))
     spots = spots if head.num_rows > quota else 1
     starts = [head.num_rows * spot // spots for spot in range(spots)]
     length = max(1, quota // spots)
-    if making is not None:  # a template may be slow: nothing is made that is not looked at
+    if prompter is not None:  # a template may be slow: nothing is made that is not looked at
         is_skipped = np.ones(head.num_rows, bool)
         for start in starts:
             is_skipped[start : start + length] = False
-        made = read_file(plan, index, config, MADE_ROWS, making, is_skipped)
+        made = read_file(plan, index, config, MADE_ROWS, prompter, is_skipped)
         head = _head(_in_time(made), head.num_rows)
     return [head.slice(start, length) for start in starts if start < head.num_rows]
 

@@ -2,7 +2,7 @@
 
 The output is a copy of the checkpoint (weights are linked where the filesystem can) with `ffn_skip` or `drafts` in its
 `config.json`, and the measurements under `calibration/`. Everything runs in this process on one device; measuring is
-done by `actors.measuring.calibrate` and `actors.measuring.draft_search`.
+done by `actors.measuring.ffn_calibration` and `actors.measuring.draft_search`.
 """
 
 import time
@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig, RowFailure
-from actors.measuring.calibrate import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
-from pipeline.checkpoint import ResolvedModel, check_model, refuse_wrapped
+from actors.measuring.ffn_calibration import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
 from pipeline.cluster.machine import device_facts, device_to_measure, version_of
 from pipeline.config.job import (
     ConfigError,
@@ -41,6 +40,7 @@ from pipeline.evaluation.documents import (
 from pipeline.formatting import Json, Log
 from pipeline.input.sample_prompts import read_prompts
 from pipeline.plots import new_figure, save_figure
+from pipeline.resolve_model import ResolvedModel, check_model, refuse_wrapped
 from pipeline.store.model_folder import new_folder, written_whole
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.sampling import Sampling

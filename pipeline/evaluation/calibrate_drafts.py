@@ -11,10 +11,10 @@ from typing import TypedDict
 from actors.ceilings import measure_ceilings
 from actors.generator import Generator
 from actors.measuring.draft_search import Candidate, DraftSample, Pair, Search, Tell
-from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError
 from pipeline.evaluation.documents import Decode, DraftGain, DraftProposal
 from pipeline.formatting import Json, Log
+from pipeline.resolve_model import ResolvedModel
 from skipdecode.cost.roofline import Ceilings, cache_bytes_per_row
 from skipdecode.model.devices import dtype_name
 from skipdecode.schedules.from_config import make_schedule

@@ -5,9 +5,9 @@ import os
 import shutil
 from pathlib import Path
 
-from pipeline.checkpoint import ResolvedModel
 from pipeline.evaluation.documents import CalibrationDocument, DraftsDocument
 from pipeline.formatting import Json
+from pipeline.resolve_model import ResolvedModel
 from pipeline.store.model_folder import own_files, tokenizer_files
 from skipdecode.checkpoint.hub import HUB_FALLBACK, HUB_FILES
 from skipdecode.checkpoint.weight_files import SHARD_SUFFIXES

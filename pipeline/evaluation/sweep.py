@@ -17,7 +17,6 @@ from pydantic import Field
 
 from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult
 from actors.training.trainer import mean_losses
-from pipeline.checkpoint import check_model, check_quantization, resolve_decode
 from pipeline.cluster.machine import device_to_measure
 from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, Section
 from pipeline.evaluation.documents import Decode, ReferenceScores, SettingFigures, SweepDocument, SweepRow
@@ -29,6 +28,7 @@ from pipeline.evaluation.sweep_report import headline, write_json, write_report
 from pipeline.formatting import Log, count
 from pipeline.input.training_pairs import encode_pairs
 from pipeline.report.document import Speedup
+from pipeline.resolve_model import check_model, check_quantization, resolve_decode
 from skipdecode.backends.choice import choose
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.model import Quantization

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
-from pipeline.checkpoint import ResolvedModel, check_exact_drafts, check_model, check_quantization
 from pipeline.cluster.node_backends import find_backends, reason_against_int8, reason_for_torch, resolve_dtype
 from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray, unseen_gpus
 from pipeline.config.job import ConfigError, JobConfig
@@ -24,11 +23,12 @@ from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
 from pipeline.generate.stopping import stop_on_sigterm
 from pipeline.input.expansion import Expansion
-from pipeline.input.files import list_input
+from pipeline.input.files import Listing, list_input
 from pipeline.input.input_plan import InputPlan, columns_of, plan_input, unread_partitions, unused_sampling
 from pipeline.input.prompt_templates import Prompter, unknown_names
-from pipeline.input.sample_prompts import remark_on_fronts, remark_on_last_messages
+from pipeline.input.sample_prompts import remark_on_bos, remark_on_last_messages
 from pipeline.input.scan import FileScan
+from pipeline.resolve_model import ResolvedModel, check_exact_drafts, check_model, check_quantization
 from pipeline.schema import asked_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
@@ -99,16 +99,10 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     id_sum = sum_input(plan, scans, config.input)
     log(f"input: {plan.describe()} in {count(len(listing.files), f'{listing.format} file')}")
     columns = columns_of(scans, listing.format)
-    unused = [unused_sampling(columns, listing.format, config.input), unread_partitions(listing, columns)]
-    unused.append(unread_kwargs(chat, config))
-    for text in [*unknown_names(config.input, columns), *unused]:
-        if text is not None:
-            log(text)
+    _log_unused(config, listing, columns, chat, log)
     if earlier is None and (remark := unused_chat_template(chat, config, listing.format)):
         log(remark)
     chat = used_chat_template(chat, config, listing.format, scans, log)
-    if earlier is None and chat is not None and (remark := remark_on_last_messages(plan, config.input)):
-        log(remark)
     run_fingerprint = fingerprint(
         config,
         model.decode,
@@ -121,8 +115,8 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     )
     began = started_at(earlier)
     prompter = Prompter.of(config.input, listing.format, chat, datetime.fromtimestamp(began, UTC), columns=columns)
-    if earlier is None and chat is None and (remark := remark_on_fronts(plan, config.input, prompter, model.front)):
-        log(remark)
+    if earlier is None:
+        _log_doubtful_prompts(plan, config, model, prompter, is_chat=chat is not None, log=log)
     return PlannedRun(
         config=config,
         model=model,
@@ -138,6 +132,31 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
         started_at=began,
         prompter=prompter,
     )
+
+
+def _log_unused(config: JobConfig, listing: Listing, columns: set[str], chat: ChatTemplate | None, log: Log) -> None:
+    """Names what the configuration or the input has and the run does not read."""
+    remarks = [
+        *unknown_names(config.input, columns),
+        unused_sampling(columns, listing.format, config.input),
+        unread_partitions(listing, columns),
+        unread_kwargs(chat, config),
+    ]
+    for remark in remarks:
+        if remark is not None:
+            log(remark)
+
+
+def _log_doubtful_prompts(
+    plan: InputPlan, config: JobConfig, model: ResolvedModel, prompter: Prompter | None, *, is_chat: bool, log: Log
+) -> None:
+    """Says what looks wrong in the first prompts."""
+    if is_chat:
+        remark = remark_on_last_messages(plan, config.input)
+    else:
+        remark = remark_on_bos(plan, config.input, prompter, model.bos_text)
+    if remark is not None:
+        log(remark)
 
 
 def started_at(earlier: RunState | None) -> float:

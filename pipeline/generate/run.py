@@ -20,7 +20,7 @@ from pipeline.generate.openai_batch import write_batch_files
 from pipeline.generate.plan import PlannedRun, plan_run
 from pipeline.generate.resume import find_work, refuse_unattributed, remove_late
 from pipeline.generate.row_accounting import expected_ids, first_state, reconcile, refuse_unreconciled
-from pipeline.generate.stopping import TimeWindow, allowed_failures, no_space_left
+from pipeline.generate.stopping import Deadline, allowed_failures, no_space_left
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
 from pipeline.store.lease import Lease
@@ -44,13 +44,13 @@ class RunResult:
         return bool(self.report["failed"] > self.failures_allowed)
 
 
-def run(config: JobConfig, log: Log, check: Callable[[], None] = lambda: None) -> RunResult:
+def run(config: JobConfig, log: Log, check_may_start: Callable[[], None] = lambda: None) -> RunResult:
     """Generates the corpus that `config` asks for.
 
-    Raises ConfigError if nothing was started; any other exception means that the run failed midway. `check` is called
-    when this run holds the folder and has changed nothing yet, and raises ConfigError if it may not begin.
+    Raises ConfigError if nothing was started; any other exception means that the run failed midway. `check_may_start`
+    is called when this run holds the folder and has changed nothing yet, and raises ConfigError if it may not begin.
     """
-    window = TimeWindow(config.limits.window_s)
+    deadline = Deadline(config.limits.window_s)
     planned = plan_run(config, log)
     if planned.earlier is not None:
         compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
@@ -62,8 +62,8 @@ def run(config: JobConfig, log: Log, check: Callable[[], None] = lambda: None) -
         with Lease(planned.folder, session, log) as lease:
             is_overwritten = config.output.if_exists == "overwrite"
             earlier_sessions = _earlier_sessions(planned.folder, planned.earlier, lease, is_overwritten)
-            check()
-            return _execute(planned, session, earlier_sessions, lease, log, window)
+            check_may_start()
+            return _run_session(planned, session, earlier_sessions, lease, log, deadline)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
@@ -87,13 +87,13 @@ def _sessions_of_any(folder: RunFolder) -> list[str]:
     return [*old.get("former", []), *(one["id"] for one in old["sessions"])] if old else []
 
 
-def _execute(
+def _run_session(
     planned: PlannedRun,
     session: str,
     earlier_sessions: list[str],
     lease: Lease,
     log: Log,
-    window: TimeWindow | None = None,
+    deadline: Deadline | None = None,
 ) -> RunResult:
     folder, earlier = planned.folder, planned.earlier
     if earlier is not None:
@@ -114,7 +114,7 @@ def _execute(
     work = find_work(planned, known, log)
     folder.write_state(state, lease.check)
     if work.num_left:
-        stream_rows(planned, work, state, lease, log, window)
+        stream_rows(planned, work, state, lease, log, deadline)
     remove_late(folder, state, lease.check, log)
     reconcile(folder, state, lease.check, expected_ids(planned, work.plan))
     refuse_unreconciled(folder, state, lease.check)

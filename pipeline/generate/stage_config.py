@@ -6,10 +6,10 @@ Every value is resolved here; no stage sees "auto" or a path that only the drive
 from typing import NamedTuple
 
 from actors.generator import GeneratorConfig
-from pipeline.checkpoint import ResolvedModel, adapter_path, worker_path
 from pipeline.cluster.pool import Pool
 from pipeline.config.job import JobConfig
 from pipeline.input.openai_rows import CHAT_URLS
+from pipeline.resolve_model import ResolvedModel, adapter_path, worker_path
 from pipeline.stages.tokenize import TokenizeConfig
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.config.model import DecoderConfig

@@ -31,7 +31,7 @@ class RunStopped(RuntimeError):
     exit_code = 1
 
 
-class WindowOver(RunStopped):
+class DeadlinePassed(RunStopped):
     """The time that `limits.window_s` gives a run is over."""
 
 
@@ -65,14 +65,14 @@ def check_budget(failed: int, max_failures: float) -> None:
         raise TooManyFailed(TOO_MANY_FAILED.format(failed))
 
 
-class TimeWindow:
-    """`with window:` interrupts the main thread, as Ctrl-C does, once the window is over."""
+class Deadline:
+    """`with deadline:` interrupts the main thread, as Ctrl-C does, once it has passed."""
 
-    def __init__(self, window_s: float | None) -> None:
-        """The window begins now; None: it never ends."""
-        self._ends_at = None if window_s is None else time.monotonic() + window_s
+    def __init__(self, after_s: float | None) -> None:
+        """Passes `after_s` seconds from now; None: never."""
+        self._ends_at = None if after_s is None else time.monotonic() + after_s
         self._timer: threading.Timer | None = None
-        self.is_over = False
+        self.has_passed = False
 
     def __enter__(self) -> Self:
         if self._ends_at is not None:
@@ -86,7 +86,7 @@ class TimeWindow:
             self._timer.cancel()
 
     def _end(self) -> None:
-        self.is_over = True
+        self.has_passed = True
         interrupt_main_thread()
 
 

@@ -14,16 +14,16 @@ from ray.actor import ActorHandle
 from pipeline.cluster.progress import live_progress
 from pipeline.cluster.worker_records import Counts
 from pipeline.config.job import WINDOW_BATCHES, JobConfig
+from pipeline.estimate.early_estimate import SAMPLED_FILES, SAMPLED_ROWS, EarlyEstimate
 from pipeline.estimate.forecast import Shape
-from pipeline.estimate.live import SAMPLED_FILES, SAMPLED_ROWS, LiveEstimate
 from pipeline.estimate.sample import sample_rows
 from pipeline.formatting import Log, count
-from pipeline.generate.dataset import HelperActors, PipelineSpec, build_pipeline, make_spec, rows_per_file
+from pipeline.generate.data_pipeline import HelperActors, PipelineSpec, build_pipeline, make_spec, rows_per_file
 from pipeline.generate.execution import execute, prepare
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
 from pipeline.generate.row_accounting import expected_ids, output_schema, reconcile
-from pipeline.generate.stopping import TimeWindow, WindowOver, check_budget, early_limit, log_if_full, reason_to_stop
+from pipeline.generate.stopping import Deadline, DeadlinePassed, check_budget, early_limit, log_if_full, reason_to_stop
 from pipeline.input.ids import row_keys
 from pipeline.report.collector import start_collector
 from pipeline.stages.attempt_tracker import start_attempt_tracker
@@ -40,11 +40,11 @@ FLUSH_TIMEOUT_S, HURRIED_FLUSH_TIMEOUT_S = 60, 1  # the second: after a signal
 
 
 def stream_rows(
-    planned: PlannedRun, work: Work, state: RunState, lease: Lease, log: Log, window: TimeWindow | None = None
+    planned: PlannedRun, work: Work, state: RunState, lease: Lease, log: Log, deadline: Deadline | None = None
 ) -> None:
-    """Decodes all remaining rows, and records in `run.json` how that ended, successfully or not. Raises WindowOver if
-    that takes longer than `window`."""
-    window = window or TimeWindow(None)
+    """Decodes all remaining rows, and records in `run.json` how that ended, successfully or not. Raises
+    DeadlinePassed if `deadline` passes before."""
+    deadline = deadline or Deadline(None)
     folder, session = planned.folder, state["sessions"][-1]["id"]
     spec, expected = make_spec(planned, work), expected_ids(planned, work.plan)
     _note_start(planned, work, spec, log)
@@ -67,20 +67,20 @@ def stream_rows(
             + skipping_s(work),
         )
         on_counts = partial(_update_estimate, estimate, helpers.collector)
-        with window, live_progress(helpers.collector, work.num_left, log, on_counts):
+        with deadline, live_progress(helpers.collector, work.num_left, log, on_counts):
             execute(build_pipeline(spec, sink, helpers))
             _await_records(helpers.collector, work.num_left)
         _name_sick_workers(helpers.attempts, log)
     except BaseException as error:
         lease.check()  # if another process has taken the folder over, run.json is not ours to write
-        state["state"] = "expired" if window.is_over else "interrupted"
+        state["state"] = "expired" if deadline.has_passed else "interrupted"
         with log_if_full(folder, log):
             folder.write_state(state, lease.check)  # at once: the process may be killed soon
             flush_timeout_s = FLUSH_TIMEOUT_S if isinstance(error, Exception) else HURRIED_FLUSH_TIMEOUT_S
             _end_session(folder, state, helpers.collector, flush_timeout_s, expected, lease, log)
-        if window.is_over:
+        if deadline.has_passed:
             left = planned.input.num_rows - (state["books"]["ok"] or 0) - (state["books"]["failed"] or 0)
-            raise WindowOver(
+            raise DeadlinePassed(
                 f"the window of limits.window_s={planned.config.limits.window_s:g} is over, and {count(left, 'row')} "
                 "are left; --resume goes on with the run"
             ) from error
@@ -110,7 +110,7 @@ def _await_records(collector: ActorHandle, num_rows: int) -> None:
             time.sleep(0.05)
 
 
-def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> LiveEstimate | None:
+def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> EarlyEstimate | None:
     """An estimate from a sample; None if the remaining rows are no fair sample of the input, or cannot be read."""
     if work.num_done or work.subfolder != "data":
         return None
@@ -129,13 +129,13 @@ def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Lo
         return None
     if not sample.requests:  # all fail, or templates are slow
         return None
-    return LiveEstimate(sample, shape, actors.price_per_hour, log)
+    return EarlyEstimate(sample, shape, actors.price_per_hour, log)
 
 
-def _update_estimate(estimate: LiveEstimate | None, collector: ActorHandle, counts: Counts) -> None:
+def _update_estimate(estimate: EarlyEstimate | None, collector: ActorHandle, counts: Counts) -> None:
     if estimate is not None and estimate.is_ready(counts["rows"]):
         with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # figures only
-            estimate.update(ray.get(collector.pace.remote(), timeout=10))
+            estimate.log_once(ray.get(collector.pace.remote(), timeout=10))
 
 
 def window_limit_s(config: JobConfig, *, has_gpu: bool) -> float:

@@ -62,7 +62,7 @@ Made = str | Failure | None
 
 
 class PromptMaker(Protocol):
-    """`Prompter`, or who hurries it."""
+    """`Prompter`, or a wrapper that stops at a time limit (`pipeline.estimate.sample`)."""
 
     def make(
         self, name: str, fields: Sequence[Mapping[str, object]], prompts: Sequence[str | None]

@@ -59,17 +59,17 @@ def remark_on_last_messages(plan: InputPlan, config: InputConfig) -> str | None:
     )
 
 
-def remark_on_fronts(plan: InputPlan, config: InputConfig, prompter: Prompter | None, front: str) -> str | None:
-    """A remark if some of the first prompts begin with `front`, which the tokenizer puts before every prompt."""
-    if not front:
+def remark_on_bos(plan: InputPlan, config: InputConfig, prompter: Prompter | None, bos_text: str) -> str | None:
+    """A remark if some of the first prompts begin with `bos_text`, which the tokenizer puts before every prompt."""
+    if not bos_text:
         return None
     first = next(index for index, rows in enumerate(plan.num_rows_per_file) if rows)
     with closing(read_file(plan, first, config, NUM_LOOKED_AT, prompter=prompter)) as blocks:
         prompts = next(blocks)[PROMPT].to_pylist()
-    if (num_twice := sum(text is not None and text.startswith(front) for text in prompts)) == 0:
+    if (num_twice := sum(text is not None and text.startswith(bos_text) for text in prompts)) == 0:
         return None
     return (
-        f"{num_twice} of the first {len(prompts)} prompts begin with {front}, which the tokenizer puts before every "
+        f"{num_twice} of the first {len(prompts)} prompts begin with {bos_text}, which the tokenizer puts before every "
         "prompt: the model sees it twice; take it out of the prompts"
     )
 

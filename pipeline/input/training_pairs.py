@@ -210,10 +210,10 @@ def encode_pairs(
     """
     end = [] if tokenizer.end is None else [tokenizer.end]
     ends = [end if is_whole else [] for is_whole in map(not_, is_cut or [False] * len(pairs))]
-    front = [] if is_rendered else list(tokenizer.front)
+    bos_tokens = [] if is_rendered else list(tokenizer.bos_tokens)
     encode = tokenizer.encode_rendered if is_rendered else tokenizer.encode
     prompts = [
-        tokens[len(front) :] if front and tokens[: 2 * len(front)] == 2 * front else tokens
+        tokens[len(bos_tokens) :] if bos_tokens and tokens[: 2 * len(bos_tokens)] == 2 * bos_tokens else tokens
         for tokens in encode([prompt for prompt, _ in pairs])
     ]
     responses = tokenizer.encode_rendered([response for _, response in pairs])

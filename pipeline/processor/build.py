@@ -17,19 +17,19 @@ from typing import Final, TypeAlias
 
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
-from pipeline.checkpoint import check_model
 from pipeline.cluster.pool import STAGE_CPUS, find_pool, look_at_cluster
 from pipeline.cluster.ray_internals import set_last_stage_cpus, use_policies, with_own_context
 from pipeline.config.job import JobConfig, build_config, load_config
 from pipeline.estimate.forecast import window_rows
 from pipeline.formatting import Json
-from pipeline.generate.dataset import LIGHT_TASKS_PER_ACTOR
+from pipeline.generate.data_pipeline import LIGHT_TASKS_PER_ACTOR
 from pipeline.generate.execution import FewBlocksAhead
 from pipeline.generate.plan import find_chat_template, resolve_run_dtype
 from pipeline.generate.stage_config import make_stage_configs
 from pipeline.input.prompt_templates import Prompter, check_chat_template_is_used, compile_templates
 from pipeline.processor.dataset_rows import Value, check_columns, finish_windows, merged, prepare
 from pipeline.processor.stage import ProcessorStage, SilentCollector
+from pipeline.resolve_model import check_model
 from pipeline.stages.attempt_tracker import start_attempt_tracker
 
 logger = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from pipeline.schema import (
     STATUS,
     asked_schema,
 )
-from pipeline.stages.finish import finish
+from pipeline.stages.detokenize import detokenize
 from pipeline.stages.packed_window import unpack
 from pipeline.stages.tokenize import TOKENS, TokenizeConfig, tokenize
 
@@ -200,4 +200,4 @@ def finish_windows(packed: pa.Table, *, tokens: TokenizeConfig) -> Iterator[pa.T
         extra_names = tuple(name for name in table.column_names if name not in ours)
         for start in range(0, table.num_rows, FINISHED_AT_ONCE):
             part = table.slice(start, FINISHED_AT_ONCE)
-            yield finish(part, config=tokens, extra_names=extra_names).drop_columns([STATUS])
+            yield detokenize(part, config=tokens, extra_names=extra_names).drop_columns([STATUS])

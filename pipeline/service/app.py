@@ -22,7 +22,10 @@ from actors.memory import freeze_gc
 from pipeline.batches.job import job_settings
 from pipeline.batches.runner import BatchRunner
 from pipeline.batches.storage import Storage
-from pipeline.checkpoint import (
+from pipeline.cluster.node_backends import look, reason_for_torch
+from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
+from pipeline.formatting import Json
+from pipeline.resolve_model import (
     adapter_path,
     check_exact_drafts,
     check_model,
@@ -30,9 +33,6 @@ from pipeline.checkpoint import (
     refuse_wrapped,
     worker_path,
 )
-from pipeline.cluster.node_backends import look, reason_for_torch
-from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
-from pipeline.formatting import Json
 from pipeline.service.auth import digest, read_keys
 from pipeline.service.config import BATCHES, DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec

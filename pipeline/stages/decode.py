@@ -41,8 +41,9 @@ class DecodeStage:
         steal_queue: ActorHandle | None = None,
         background: bool = False,
     ) -> None:
-        """Loads the model. The handles are those of `MetricsCollector`, `AttemptTracker` and `StealQueue`.
-        `background`: as `actors.background`.
+        """Loads the model; may wait until it is allowed to, or end the process, so that Ray starts a new one. The
+        handles are those of `MetricsCollector`, `AttemptTracker` and `StealQueue`. `background`: as
+        `actors.background`.
 
         Raises StopRun if the attempt tracker has ended the run. A failed load is tried again in a new process, as Ray
         starts it. A worker that is to sit out loads nothing, and others decode its windows.

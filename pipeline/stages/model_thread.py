@@ -30,8 +30,9 @@ class ModelThread:
         self.generator = self._thread.submit(Generator, config).result()
 
     def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
-        """One answer per request, or per request that was begun as long as it `goes_on`, which is asked in the thread
-        of the model. Ends the process when its device is lost: a new one may get another context."""
+        """One answer per request. The model's thread calls `goes_on` before it starts more rows; once that is False,
+        the rest stay unanswered (`WindowResult.left`). Ends the process when its device is lost: a new one may get
+        another context."""
         try:
             return self._thread.submit(self.generator, requests, may_measure, goes_on).result()
         except Exception as error:

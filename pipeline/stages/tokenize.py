@@ -127,16 +127,21 @@ def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
             continue
         try:
             if given[row] is not None:
-                tokens[row] = given[row] or list(tokenizer.front)
+                tokens[row] = given[row] or list(tokenizer.bos_tokens)
                 known = [token for token in given[row] if token < config.model.vocab_size]
                 prompts[row] = prompts[row] or tokenizer.decode(known)
             sampling, problem = check_sampling(config, samplings[row], tokenizer)
             # a chat template may begin with another token
-            is_bare = is_rendered[row] and tokens[row][: len(tokenizer.front)] != list(tokenizer.front)
-            front = () if is_bare else tokenizer.front
+            is_bare = is_rendered[row] and tokens[row][: len(tokenizer.bos_tokens)] != list(tokenizer.bos_tokens)
+            bos_tokens = () if is_bare else tokenizer.bos_tokens
             if problem is None:
                 tokens[row], problem = fit_prompt(
-                    tokens[row], front, sampling.max_new_tokens, config, is_cut=row in cut, is_chat=is_rendered[row]
+                    tokens[row],
+                    bos_tokens,
+                    sampling.max_new_tokens,
+                    config,
+                    is_cut=row in cut,
+                    is_chat=is_rendered[row],
                 )
         except Exception as error:  # whatever one row makes a library raise is that row's failure
             problem = ENGINE_ERROR, describe(error)
@@ -187,12 +192,18 @@ def describe(error: Exception) -> str:
 
 
 def fit_prompt(
-    ids: list[int], front: Sequence[int], max_new_tokens: int, config: TokenizeConfig, *, is_cut: bool, is_chat: bool
+    ids: list[int],
+    bos_tokens: Sequence[int],
+    max_new_tokens: int,
+    config: TokenizeConfig,
+    *,
+    is_cut: bool,
+    is_chat: bool,
 ) -> tuple[list[int], tuple[str, str] | None]:
     """The tokens, truncated if the run says so, and the error code and message if they cannot be decoded.
 
-    `front`: the tokens that the tokenizer puts before every prompt. `is_cut`: the text was cut by `cut_text`. A chat
-    ends with the prompt for its answer, so it is never truncated on the right.
+    `bos_tokens`: the tokens that the tokenizer puts before every prompt. `is_cut`: the text was cut by `cut_text`. A
+    chat ends with the prompt for its answer, so it is never truncated on the right.
     """
     if not ids:
         return ids, (PROMPT_MISSING, "the prompt has no tokens, and this model has none that begins a text")
@@ -215,7 +226,7 @@ def fit_prompt(
         return ids, (PROMPT_TOO_LONG, message)
     if config.too_long == "truncate_right":
         return ids[:max_prompt_tokens], None
-    kept = ids[: min(len(front), max_prompt_tokens)]  # BOS stays in front whichever side is cut
+    kept = ids[: min(len(bos_tokens), max_prompt_tokens)]  # BOS stays first whichever side is cut
     return [*kept, *ids[len(ids) - max_prompt_tokens + len(kept) :]], None
 
 

@@ -48,6 +48,7 @@ class Window:
         codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
         rows = [row for row, code in enumerate(codes) if not code]
         requests = [make_request(ids[row], tokens[row], row_sampling(sampling, own[row])) for row in rows]
+        # the key under which the attempt tracker counts failures once; rows with one id differ by their messages
         return cls(table, f"{ids[0]} {messages[0]}", rows, requests, sampling)
 
     @property

@@ -22,9 +22,9 @@ from pipeline.config.job import ConfigError
 from pipeline.fault_injection import fault_point
 
 GATHERED_BYTES: Final = 8 << 20
-"""In memory; what is larger goes through a temporary file of this machine on its way to a store."""
+"""Bytes buffered in memory; what is larger goes through a temporary file of this machine on its way to a store."""
 COPIED_BYTES: Final = 8 << 20
-"""At a time."""
+"""Bytes per read."""
 
 
 class Source(Protocol):

@@ -49,7 +49,7 @@ class RunSink:
     """The minimum of rows per file, except for the last one; None: a file per block and status."""
     subfolder: str = "data"
     """The folder in the run folder that gets `status=.../` folders."""
-    stream: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
+    execution_id: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     """A part of the file names that differs between executions, all of which number their tasks from 0."""
     row_keys: Callable[[pa.Table], Sequence[int]] | None = None
     """Numbers that identify the rows of a table (`ids.row_keys`). The sum over a file is stored in its footer, and used
@@ -79,13 +79,13 @@ class RunSink:
         return finished.select([STATUS]).slice(0, 0)
 
     def write(self, table: pa.Table, name: str) -> None:
-        """Writes one file per status; `name` is unique in the stream."""
+        """Writes one file per status; `name` is unique within one execution."""
         for status in STATUSES:
             rows = table.filter(pc.equal(table[STATUS], status)).drop_columns([STATUS])
             if rows.num_rows:
                 ids = {} if self.row_keys is None else id_metadata(sum(self.row_keys(rows)))
                 rows = with_schema(rows, self.schema).replace_schema_metadata(ids)
-                path = f"{self.subfolder}/status={status}/part-{self.session}-{self.stream}-{name}.parquet"
+                path = f"{self.subfolder}/status={status}/part-{self.session}-{self.execution_id}-{name}.parquet"
                 try:
                     write_whole(self.filesystem, self.root, path, rows, self.session)
                 except OSError as error:
@@ -126,4 +126,4 @@ def write_whole(filesystem: pafs.FileSystem, root: str, path: str, table: pa.Tab
     fault_point(f"{top} synced")
     os.replace(staging, target)
     fault_point(f"{top} renamed")
-    sync(os.path.dirname(target))  # and the books of a finished run not without the name
+    sync(os.path.dirname(target))  # otherwise `run.json` could survive a power loss, and a file that it counts not

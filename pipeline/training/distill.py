@@ -12,10 +12,10 @@ import torch
 
 from actors.training.trainer import fit_swiftkv
 from actors.training.workers import Pair
-from pipeline.checkpoint import find_model, refuse_wrapped
 from pipeline.cluster.progress import LiveLine
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json, Log
+from pipeline.resolve_model import find_model, refuse_wrapped
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig, FinetuneData
 from pipeline.training.tokenized_pairs import encode, make_tokenizer, refuse_bad_rows, scan

@@ -19,11 +19,11 @@ import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from pipeline.checkpoint import worker_path
 from pipeline.cluster.pool import start_ray
 from pipeline.cluster.progress import LiveLine
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Log, count
+from pipeline.resolve_model import worker_path
 from pipeline.store.digest import refuse_differences
 from pipeline.store.lease import Lease
 from pipeline.store.run_folder import RunFolder

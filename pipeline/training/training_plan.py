@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.training.recipe import TrainConfig, num_steps
-from pipeline.checkpoint import find_model, refuse_wrapped
 from pipeline.config.job import ConfigError
 from pipeline.demo.restaurant_prompts import vary_names
 from pipeline.formatting import Log
+from pipeline.resolve_model import find_model, refuse_wrapped
 from pipeline.store.digest import digest_adapter, digest_files
 from pipeline.store.model_folder import Files
 from pipeline.training.config import HOW, FinetuneConfig, FinetuneModel, TrainSection

@@ -1,5 +1,5 @@
-"""The configuration of a model from its files: a Hugging Face folder or a GGUF file. No torch, but for a model that no
-family of ours takes."""
+"""Reads a model's configuration from its files: a Hugging Face folder or a GGUF file. Imports torch only for a model
+that none of our families takes."""
 
 from pathlib import Path
 from typing import Any

@@ -50,7 +50,7 @@ class Tokenizer:
                     f"{folder}: the tokenizer has token ids up to {max(vocabulary.values())}, "
                     f"the model only {config.vocab_size} tokens"
                 )
-            self.front: tuple[int, ...] = self._front(config)
+            self.bos_tokens: tuple[int, ...] = self._bos_tokens(config)
             """What `encode` puts before a text: BOS or nothing."""
             self.end = self._end(folder, config, vocabulary)
             """The token that ends a complete answer, the tokenizer's own EOS if the model has several; None without
@@ -91,7 +91,7 @@ class Tokenizer:
             special |= {vocabulary[token] for token in SPECIAL_TOKENS if token in vocabulary}
         return special
 
-    def _front(self, config: DecoderConfig) -> tuple[int, ...]:
+    def _bos_tokens(self, config: DecoderConfig) -> tuple[int, ...]:
         if self._rules.is_opt:
             return () if config.bos_token_id is None else (config.bos_token_id,)
         (bare,), (dressed,) = (self._ids(["a"], add_special_tokens=add) for add in (False, True))
@@ -101,9 +101,9 @@ class Tokenizer:
         return tuple(dressed[:at])
 
     @property
-    def front_text(self) -> str:
-        """How `front` is written; a text that begins with it gets it twice, as in Hugging Face."""
-        return "".join(self._tokenizer.id_to_token(token) or "" for token in self.front)
+    def bos_text(self) -> str:
+        """How `bos_tokens` is written; a text that begins with it gets it twice, as in Hugging Face."""
+        return "".join(self._tokenizer.id_to_token(token) or "" for token in self.bos_tokens)
 
     def _end(self, folder: Path, config: DecoderConfig, vocabulary: Mapping[str, int]) -> int | None:
         ends = [token for token in config.eos_token_ids if 0 <= token < config.vocab_size]
@@ -120,7 +120,7 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """One list of tokens per text, including the special tokens of the model."""
         if self._rules.is_opt:
-            return [[*self.front, *ids] for ids in self.encode_rendered(texts)]
+            return [[*self.bos_tokens, *ids] for ids in self.encode_rendered(texts)]
         return self._ids(texts, add_special_tokens=True)
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:

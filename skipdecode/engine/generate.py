@@ -1,6 +1,7 @@
 """Decoding a batch from prompts to completions.
 
-A batch is static, and its rows start together (`generate`), or it is kept full from requests that wait (`refill`). The
+A batch is static, and its rows start together (`generate`), or it is continuous, and waiting requests join as rows end
+(`refill`). The
 caller splits rows into batches (`actors.batching.windows`). Rows that arrive while others decode are served by
 `actors.serving.engine`.
 """
@@ -13,7 +14,7 @@ import torch
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.prefix_sharing import PrefixSharing
-from skipdecode.engine.request import DecodeText, Request, Row, complete
+from skipdecode.engine.request import DecodeText, Request, Row, completions_of
 from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, synchronized_time
 from skipdecode.model.decoder import Decoder
@@ -66,7 +67,7 @@ def generate(
         batch.step()
     stats = batch.stats
     stats.decode_s = synchronized_time(model.device) - start - stats.prefill_s
-    return BatchResult.of(complete(batch.rows, schedule), stats)
+    return BatchResult.of(completions_of(batch.rows, schedule), stats)
 
 
 def generate_continuous(
@@ -127,4 +128,4 @@ def result_of(batch: ContinuousBatch, rows: Sequence[Row]) -> BatchResult:
     """The completions of ended rows of a batch, and what it cost so far."""
     stats, prompts = batch.stats, [len(row.request.prompt_tokens) for row in rows]
     stats.rows, stats.input_tokens, stats.prompt_columns = len(rows), sum(prompts), max(prompts, default=0)
-    return BatchResult.of(complete(rows, batch.schedule), stats)
+    return BatchResult.of(completions_of(rows, batch.schedule), stats)

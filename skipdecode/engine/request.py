@@ -84,7 +84,7 @@ class Row:
             if is_end or (self._scan is not None and self._scan.push(token)):
                 self.finish_reason = "stop"
                 return
-            is_loop = self._loops is not None and self._loops.is_loop(self.tokens)
+            is_loop = self._loops is not None and self._loops.push(self.tokens)
             if is_loop and sampling.min_new_tokens <= len(self.tokens) < sampling.max_new_tokens:
                 self.finish_reason = REPETITION
                 return
@@ -105,8 +105,8 @@ class RepetitionSearch:
         self._matched = [0] * len(self._sizes)
         """Last tokens that equal those one pattern size before them."""
 
-    def is_loop(self, tokens: Sequence[int]) -> bool:
-        """To be called after each token, with all of them."""
+    def push(self, tokens: Sequence[int]) -> bool:
+        """Takes the newest of `tokens`, all of the text so far; True if they now end in a loop."""
         newest, count, found = tokens[-1], len(tokens), False
         for at, size in enumerate(self._sizes):
             if size >= count:
@@ -119,7 +119,7 @@ class RepetitionSearch:
         return found
 
 
-def complete(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
+def completions_of(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
     """The completions of ended rows under one schedule."""
     depth, ffns = [0], [0]  # layers and static feed-forward blocks of the first n decode steps
     for k in range(max(len(row.tokens) for row in rows) - 1):

@@ -14,7 +14,7 @@ from skipdecode.config.json_files import check_size, refuse
 from skipdecode.config.model import FeedForwardKind, Parts, TokenizerRules
 from skipdecode.config.rope import Rope, read_rope, write_rope
 from skipdecode.families.llama import LlamaConfig
-from skipdecode.families.windowed import FULL, SLIDING, WindowedConfig, read_layer_types, read_window
+from skipdecode.families.sliding_window import FULL, SLIDING, WindowedConfig, read_layer_types, read_window
 
 LOCAL_THETA = "rope_local_base_freq"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skipdecode.config.model import TokenizerRules
-from skipdecode.families.windowed import WindowedConfig, read_window
+from skipdecode.families.sliding_window import WindowedConfig, read_window
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from skipdecode.config.model import Parts, TokenizerRules
 from skipdecode.config.rope import ORIGINAL
 from skipdecode.families.llama import LlamaConfig
-from skipdecode.families.windowed import WindowedConfig, read_window
+from skipdecode.families.sliding_window import WindowedConfig, read_window
 
 
 @dataclass(frozen=True)

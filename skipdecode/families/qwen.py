@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from skipdecode.config.json_files import check_flag
 from skipdecode.config.model import TokenizerRules
-from skipdecode.families.windowed import SLIDING, WindowedConfig, read_layer_types, read_window
+from skipdecode.families.sliding_window import SLIDING, WindowedConfig, read_layer_types, read_window
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from skipdecode.config.json_files import check_flag, check_size
 from skipdecode.config.rope import Rope
-from skipdecode.families.windowed import WindowedConfig, read_layer_types, read_window
+from skipdecode.families.sliding_window import WindowedConfig, read_layer_types, read_window
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The KV cache of rows that come and go: one slot per row, each with its own length, and what forward calls see of it.
 
+A slot is the place of a whole row, as in llama.cpp; what vLLM calls a slot is a column here.
+
 Column `c` of a slot holds position `c`, or, where a prefix that rows share lies in a slot of another cache, the
 position `c` behind it. A row keeps its slot until it ends, and the slot then serves the next one: nothing is moved when
 rows join or leave. As in a static cache, a layer has columns for the longest prompt and for the steps that run it.

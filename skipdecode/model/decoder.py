@@ -254,7 +254,7 @@ class Decoder(nn.Module):
             cache.length += T
             return self.argmax(last) if return_argmax else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_tables)
-        if ranges.last_token_at is not None and self.supports_packed_prompts(cache.k[0]):
+        if ranges.last_token_from is not None and self.supports_packed_prompts(cache.k[0]):
             kv = prompts = PackedPromptsView(cache, positions, self.rotary_tables, before)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)

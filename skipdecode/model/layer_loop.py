@@ -89,7 +89,7 @@ def _run(
     ffns: FFNExecutor = ALL_ROWS, recompute: bool = False,
 ) -> tuple[Tensor, KVView]:  # fmt: skip
     """Runs some groups of layers on one device, as `run_layers`."""
-    upper_kv_written: slice | None = None  # SwiftKV: the tokens for which they are
+    upper_kv_written: slice | None = None  # SwiftKV: the tokens whose upper-layer K/V are written already
     layers = model.layers
     for group in groups:
         i = group[0]
@@ -100,7 +100,7 @@ def _run(
             part = h if new == ALL else h[new]
             model.swiftkv.write(part, kv.part(new), ranges.layers_of(new), layers)
             upper_kv_written = attn
-        if i == ranges.last_token_at:
+        if i == ranges.last_token_from:
             if attn is not None and not is_upper:
                 layers[i].store(h, kv, i)
             h, kv = kv.last(h)

@@ -32,7 +32,7 @@ class LayerRanges:
     """SwiftKV: K/V of the layers from here on come from the state that enters the first executed one of them."""
     axis: int = 0
     """What `attn` and `ffn` are ranges of. 0: a suffix of the rows; 1: a prefix of the tokens."""
-    last_token_at: int | None = None
+    last_token_from: int | None = None
     """The layer at which a prompt, once K/V are stored (with SwiftKV, those of all layers above too), goes on with its
     last token only."""
 
@@ -44,12 +44,12 @@ class LayerRanges:
         """Ranges that are equal for all rows. `is_prompt`: only the last token's state is needed (deferred blocks,
         which are recorded for calibration, still see all tokens)."""
         attn, ffn = (tuple(ALL if runs else None for runs in part) for part in (plan.attn, plan.ffn))
-        last_token_at = None
+        last_token_from = None
         if is_prompt and not deferred_ffns:
             first = len(plan.attn) if plan.swiftkv_from is None else plan.swiftkv_from
             upper = [i for i in plan.layers if i >= first and plan.attn[i]]
-            last_token_at = min(upper) if upper else max(plan.layers, default=None)
-        return cls(attn, ffn, deferred_ffns, plan.swiftkv_from, last_token_at=last_token_at)
+            last_token_from = min(upper) if upper else max(plan.layers, default=None)
+        return cls(attn, ffn, deferred_ffns, plan.swiftkv_from, last_token_from=last_token_from)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -72,7 +72,7 @@ class LayerRanges:
             return False
         is_deferred = bool(self.deferred_ffns) and (self.deferred_ffns[first] or self.deferred_ffns[layer])
         is_swiftkv_entry = self.swiftkv_from is not None and first < self.swiftkv_from <= layer
-        return not is_deferred and not is_swiftkv_entry and layer != self.last_token_at
+        return not is_deferred and not is_swiftkv_entry and layer != self.last_token_from
 
     def entering(self, layer: int, upper_kv_written: slice | None) -> Range:
         """SwiftKV: the tokens for which `layer` is the first upper layer, whose upper K/V are to be written now;

@@ -1,1 +1,1 @@
-"""Lossless decoding: a schedule or an n-gram drafts tokens, and full depth verifies them."""
+"""Lossless decoding: a schedule, n-grams of the row, or other answers draft tokens, and full depth verifies them."""

@@ -1,4 +1,4 @@
-"""Lossless decoding from prompts to completions: a `SpeculativeBatch` that is kept full until all rows have ended."""
+"""Lossless decoding from prompts to completions: a `SpeculativeBatch` that rows join as others end."""
 
 from collections.abc import Sequence
 

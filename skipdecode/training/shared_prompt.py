@@ -134,7 +134,9 @@ class SharedPromptForward:
         h = self.model.embed(self.batch.tokens[:, :end], positions)
         if self._is_sharded and plan.swiftkv_from is None:
             return self._run_whole(h, kv, plan)
-        first = LayerRanges.of_plan(plan, is_prompt=True).last_token_at  # of this layer only keys and values are needed
+        first = LayerRanges.of_plan(
+            plan, is_prompt=True
+        ).last_token_from  # of this layer only keys and values are needed
         assert first is not None, "a prompt that runs nothing"
         below = replace(plan, attn=_before(first, plan.attn), ffn=_before(first, plan.ffn))
         h, _ = run_layers(self.model, h, kv, LayerRanges.of_plan(below), recompute=self.recompute)

@@ -18,8 +18,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.generate import parse
-from pipeline.checkpoint import check_model
 from pipeline.config.job import ModelConfig, build_config, load_config
+from pipeline.resolve_model import check_model
 from pipeline.service.app import DRAIN_S, build_app
 from pipeline.service.config import ServeConfig
 

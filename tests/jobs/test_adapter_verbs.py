@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from actors.generator import Generator
 from actors.training.trainer import mean_loss
 from jobs import bench, calibrate, evaluate, generate
-from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.input.training_pairs import encode_pairs
+from pipeline.resolve_model import check_model
 from pipeline.service.app import make_spec
 from pipeline.service.config import ServeConfig
 from skipdecode.checkpoint.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from jobs.cli import log, make_folder_parser, make_parser, read_settings, run_fo
 from jobs.generate import (
     KEY_FIGURES,
     MAX_CHARS,
-    ending,
+    document_and_exit_code,
     kernels_in_words,
     key_figures,
     low_agreement,
@@ -232,7 +232,9 @@ def test_the_kernels_of_a_run_are_said_and_slow_ones_as_a_warning() -> None:
 def test_too_many_failed_rows_are_said_in_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = {"completed": 2, "failed": 1, "books": {"input": 3, "ok": 2, "failed": 1, "closed": True}}
     allowed = allowed_failures(0.01, 3)
-    document, code = ending(RunResult(report, RunFolder.open(str(tmp_path)), failures_allowed=allowed), {})
+    document, code = document_and_exit_code(
+        RunResult(report, RunFolder.open(str(tmp_path)), failures_allowed=allowed), {}
+    )
     assert (code, document["exit_code"]) == (3, 3)
     assert (
         "1 of 3 rows failed, and limits.max_failed_rows allows 0 (limits.max_failed_rows=1" in capsys.readouterr().err

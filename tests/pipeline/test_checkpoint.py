@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from jobs import generate
-from pipeline.checkpoint import check_model, resolve_decode, resolve_prefill
 from pipeline.config.job import ConfigError, JobConfig, build_config
+from pipeline.resolve_model import check_model, resolve_decode, resolve_prefill
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.model import SwiftKVConfig

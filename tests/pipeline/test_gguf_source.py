@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.serving.text_stream import TextStream
-from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig
+from pipeline.resolve_model import check_model
 from pipeline.store.digest import digest_files
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.distill import init_swiftkv

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint import worker_path
+from pipeline.resolve_model import worker_path
 from skipdecode.checkpoint.hub import PINNED, pin, resolve_source
 
 OLD, NEW = "0" * 39 + "a", "0" * 39 + "b"

@@ -19,7 +19,7 @@ from pipeline.generate.stage_config import make_sampling, make_tokenize_config
 from pipeline.input.expansion import Expansion
 from pipeline.input.prompt_templates import Prompter, form_of
 from pipeline.input.read import read_file
-from pipeline.stages.finish import finish
+from pipeline.stages.detokenize import detokenize
 from pipeline.stages.tokenize import tokenize
 from pipeline.stages.window import Window
 from pipeline.store.run_folder import STATUSES, RunFolder
@@ -60,7 +60,7 @@ def _finished(generator: Generator, config: JobConfig) -> pa.Table:
     (block,) = read_file(plan, 0, config.input, prompter=prompter)
     window = Window.of(tokenize(block, config=tokens), tokens.sampling)
     table, _ = window.with_answers(generator(window.requests).answers)
-    made = finish(table, config=tokens, extra_names=tuple(plan.carried_schema.names))
+    made = detokenize(table, config=tokens, extra_names=tuple(plan.carried_schema.names))
     assert made.drop_columns(["status"]).schema.equals(
         output_schema(plan, config.sampling, config.output.reasoning_parser)
     ), "as run.json says"

@@ -1,7 +1,7 @@
 """A `Decoder` whose layers are transformers' own.
 
 It decodes static batches and makes teacher-forced passes by torch's operators. What it cannot do yet is refused where a
-job is checked (`pipeline.checkpoint`): parts of layers, SwiftKV, quantization, several devices.
+job is checked (`pipeline.resolve_model`): parts of layers, SwiftKV, quantization, several devices.
 
 B rows, T tokens, D width, V vocabulary.
 """

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from pipeline.bench.decoder import load_bench_config
 from pipeline.bench.service import load_serve_bench_config
-from pipeline.checkpoint import check_quantization
 from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, build_config, load_config, read_tree
 from pipeline.config.tree import schedule_keys, section_of
 from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 from pipeline.evaluation.sweep import SweepConfig, run_sweep
+from pipeline.resolve_model import check_quantization
 from pipeline.service.serve import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults

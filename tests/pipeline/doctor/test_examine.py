@@ -14,7 +14,6 @@ import torch
 
 from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main, show
-from pipeline.checkpoint import check_model
 from pipeline.cluster.node_backends import look
 from pipeline.cluster.pool import Cluster, Pool, object_store_bytes
 from pipeline.config.job import ActorsConfig, ConfigError, JobConfig, ModelConfig, SamplingConfig, build_config
@@ -23,6 +22,7 @@ from pipeline.doctor import versions
 from pipeline.doctor.corpus_estimate import Worker, estimate
 from pipeline.doctor.facts import GIB, check_shared_memory
 from pipeline.formatting import Json
+from pipeline.resolve_model import check_model
 from skipdecode.backends.host_memory import num_cores
 from tests.support.input_helpers import write_jsonl
 

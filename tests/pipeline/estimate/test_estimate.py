@@ -14,7 +14,8 @@ from actors.generator import Generator, GeneratorConfig
 from jobs.doctor import main as doctor
 from pipeline.cluster.worker_records import Pace
 from pipeline.config.job import JobConfig, build_config
-from pipeline.estimate import live
+from pipeline.estimate import early_estimate
+from pipeline.estimate.early_estimate import EarlyEstimate
 from pipeline.estimate.forecast import (
     Shape,
     batch_s,
@@ -24,7 +25,6 @@ from pipeline.estimate.forecast import (
     similar_answers,
     window_rows,
 )
-from pipeline.estimate.live import LiveEstimate
 from pipeline.estimate.measure import Level, at_level, measure, rows_by_step
 from pipeline.estimate.sample import Sample
 from pipeline.report.figures import estimated
@@ -170,25 +170,25 @@ def pace(**keys: Any) -> Pace:
 def test_a_run_says_what_it_expects_once_and_from_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     now = [100.0]
-    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    estimate = LiveEstimate(Sample(requests(64), 64), shape(rows=25_600, baseline_fraction=0.1), 3.6, said.append)
+    monkeypatch.setattr(early_estimate, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    estimate = EarlyEstimate(Sample(requests(64), 64), shape(rows=25_600, baseline_fraction=0.1), 3.6, said.append)
     mean = sum(4 + i % 30 for i in range(64)) / 64
     assert said == [
         f"corpus: 25,600 rows, about {round(25_600 * mean):,} prompt tokens and at most 512,000 new ones (from 64 rows)"
     ]
     now[0] = 110.0
-    estimate.update(pace(rows=255))  # less than a hundredth of the rows
+    estimate.log_once(pace(rows=255))  # less than a hundredth of the rows
     assert estimate.found is None
     assert not estimate.is_ready(255)
     assert not estimate.is_ready(25_600), "at the end there is nothing to expect"
-    estimate.update(pace())
+    estimate.log_once(pace())
     rest_s = (25_600 - 256) * (8.0 + 0.1 * 4 * 6.0 / 2) / 256 / 2
     assert estimate.found == {
         "rows": 25_600, "seen_rows": 256, "input_tokens": round(25_600 * mean), "output_tokens": 512_000,
         "duration_s": pytest.approx(10 + rest_s), "cost": pytest.approx((10 + rest_s) / 1000),
     }  # fmt: skip
     assert said[1].startswith("expected: 7 min 45 s (0.13 h, costs 0.47) and about 512,000 new tokens")
-    estimate.update(pace(rows=2000))
+    estimate.log_once(pace(rows=2000))
     assert len(said) == 2
 
 

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
-from actors.measuring.calibrate import Sample, propose_layers, propose_rule, threshold_for
+from actors.measuring.ffn_calibration import Sample, propose_layers, propose_rule, threshold_for
 from jobs import calibrate
-from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig, build_config
+from pipeline.resolve_model import check_model
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.engine.generate import generate
 from skipdecode.model.decoder import Decoder

@@ -13,8 +13,8 @@ from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, generate
-from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig, build_config
+from pipeline.resolve_model import check_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.request import Request

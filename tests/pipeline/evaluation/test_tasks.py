@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.job import ConfigError, build_config
-from pipeline.evaluation.tasks import TasksConfig, evaluate_tasks
+from pipeline.evaluation.lm_eval_tasks import TasksConfig, evaluate_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
 

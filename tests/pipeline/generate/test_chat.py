@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors.templates.chat_template import ChatTemplate
-from pipeline.checkpoint import ResolvedModel
 from pipeline.config.job import ConfigError, InputConfig, JobConfig, ModelConfig, SamplingConfig
 from pipeline.generate.plan import UNUSED, find_chat_template, unused_chat_template, used_chat_template
 from pipeline.input.expansion import Expansion
 from pipeline.input.openai_rows import CHAT_URL, CHAT_URLS
 from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
+from pipeline.resolve_model import ResolvedModel
 from pipeline.stages.tokenize import TokenizeConfig, tokenize
 from skipdecode.config.sampling import Sampling
 from skipdecode.families import config_of

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import pipeline.generate.fingerprint
-from pipeline.checkpoint import resolve_decode
 from pipeline.cluster.node_backends import look, resolve_dtype
 from pipeline.config.job import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import (
@@ -20,6 +19,7 @@ from pipeline.generate.fingerprint import (
     fingerprint,
     list_files,
 )
+from pipeline.resolve_model import resolve_decode
 from pipeline.store.digest import digest_files
 from pipeline.store.run_state import RunState
 from skipdecode.checkpoint.model_config import read_config

@@ -280,7 +280,7 @@ def a_writer_deletes() -> ExitStack:
     real = RunSink.write
 
     def write(sink: RunSink, table: Any, name: str) -> None:
-        earlier = re.compile(rf"/part-{sink.session}-{sink.stream}-{name.rpartition('-')[0]}-")
+        earlier = re.compile(rf"/part-{sink.session}-{sink.execution_id}-{name.rpartition('-')[0]}-")
         folder = RunFolder(sink.filesystem, sink.root, "")
         for path in filter(earlier.search, folder.data_files("failed") + folder.data_files("ok")):
             if folder.is_local:

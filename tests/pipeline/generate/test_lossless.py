@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import generate as verb
-from pipeline.checkpoint import check_exact_drafts, check_model, resolve_decode
 from pipeline.config.job import ConfigError, JobConfig, build_config, set_key
 from pipeline.generate.fingerprint import compare_fingerprints, fingerprint, list_files
+from pipeline.resolve_model import check_exact_drafts, check_model, resolve_decode
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.families import released
 from skipdecode.families.opt import OPTConfig

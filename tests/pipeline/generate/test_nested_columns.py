@@ -58,7 +58,7 @@ def test_nested_columns_reach_the_data_files_unchanged_and_verify_knows_them(tmp
     folder = RunFolder.open(str(tmp_path / "run"))
     folder.fence("s1")
     schema = output_schema(plan, SamplingConfig(), None)
-    sink = RunSink(folder.filesystem, folder.root, "s1", schema, None, stream="x")
+    sink = RunSink(folder.filesystem, folder.root, "s1", schema, None, execution_id="x")
     for number, block in enumerate(read_file(plan, 0, config, 2)):
         sink.write(finished(block), f"{number}")
     paths = folder.data_files("ok")

@@ -96,7 +96,7 @@ def state(num_rows: int) -> Any:
 def test_a_lost_row_and_a_doubled_one_do_not_cancel_out(tmp_path: Path, ok: str, failed: str, is_closed: bool) -> None:
     folder = RunFolder.open(str(tmp_path))
     folder.fence("s1")
-    sink = RunSink(folder.filesystem, folder.root, "s1", SCHEMA, None, stream="x", row_keys=row_keys)
+    sink = RunSink(folder.filesystem, folder.root, "s1", SCHEMA, None, execution_id="x", row_keys=row_keys)
     for number, (id, status) in enumerate([*((i, "ok") for i in ok), *((i, "failed") for i in failed)]):
         sink.write(rows(id).append_column(STATUS, pa.array([status])), f"{number}")
     for path in tmp_path.rglob("*.parquet"):

@@ -27,7 +27,7 @@ from pipeline.input.input_plan import plan_input, unread_partitions, unused_samp
 from pipeline.input.parquet_pages import read_pages, refuse_large_pages
 from pipeline.input.prompt_templates import Prompter
 from pipeline.input.read import read_file
-from pipeline.input.sample_prompts import remark_on_fronts
+from pipeline.input.sample_prompts import remark_on_bos
 from pipeline.input.scan import scan_file
 from tests.support.input_helpers import (
     column,
@@ -256,7 +256,7 @@ def test_prompts_that_begin_with_bos_are_remarked_on(tmp_path: Path) -> None:
     def remark(front: str, **keys: Any) -> str | None:
         config = make_config(path, **keys)
         prompter = Prompter.of(config, "jsonl", None, datetime.now(UTC))
-        return remark_on_fronts(make_plan(config), config, prompter, front)
+        return remark_on_bos(make_plan(config), config, prompter, front)
 
     assert str(remark("<s>")).startswith("1 of the first 3 prompts begin with <s>, which the tokenizer puts before")
     assert str(remark("<s>", template="<s>{{ prompt }}")).startswith("3 of the first 3 prompts begin with <s>")

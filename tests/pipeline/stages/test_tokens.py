@@ -1,4 +1,4 @@
-"""Tokenise and finish on tables in this process: whatever one row makes a library raise is that row's failure alone."""
+"""Tokenise and detokenise tables in this process: what a row makes a library raise is the failure of that row alone."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages import tokenize as stages
-from pipeline.stages.finish import finish
+from pipeline.stages.detokenize import detokenize
 from pipeline.stages.tokenize import TokenizeConfig, tokenize
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def test_tokens_that_cannot_be_made_text_fail_alone(config: TokenizeConfig) -> N
         ffns_run=pa.array([6, 5, 0], pa.int32()),
         extra=["x", "y", "z"],
     )
-    done = finish(decoded, config=config, extra_names=("extra",))
+    done = detokenize(decoded, config=config, extra_names=("extra",))
     assert done.schema.names == [*OUTPUT_SCHEMA.names, "extra", STATUS]
     rows = done.to_pylist()
     assert [row[STATUS] for row in rows] == ["ok", "failed", "ok"]

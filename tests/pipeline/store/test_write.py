@@ -19,7 +19,7 @@ from ray.data._internal.execution.interfaces.task_context import TaskContext
 
 from pipeline.cluster.pool import STAGE_CPUS
 from pipeline.cluster.ray_internals import number_of_task
-from pipeline.generate.dataset import MAX_FILES, rows_per_file
+from pipeline.generate.data_pipeline import MAX_FILES, rows_per_file
 from pipeline.generate.stopping import RunStopped, reason_to_stop
 from pipeline.schema import OUTPUT_SCHEMA, STATUS
 from pipeline.stages.attempt_tracker import start_attempt_tracker

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jobs.finetune import main
-from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig, build_config, read_tree
+from pipeline.resolve_model import check_model
 from pipeline.training.config import FinetuneConfig
 from pipeline.training.distill import init_swiftkv
 from pipeline.training.training_plan import plan_training

@@ -96,7 +96,7 @@ def test_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], kind: st
     whole = theirs(NASTY[0], add_special_tokens=False)["input_ids"]
     assert len(whole) < len(NASTY[0]), "no merge was ever applied"
     has_bos = kind not in ("qwen2", "qwen3", "smollm")
-    assert len(ours.front) == has_bos
+    assert len(ours.bos_tokens) == has_bos
     assert bool(ours.encode([""])[0]) == has_bos
     assert ours.encode_rendered([""]) == [[]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skipdecode.engine.generate import generate
 from skipdecode.engine.logprobs import top_logprobs
-from skipdecode.engine.request import Request, complete
+from skipdecode.engine.request import Request, completions_of
 from skipdecode.engine.results import BatchResult
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
@@ -244,7 +244,7 @@ def test_log_probabilities_come_with_late_output(loaded: Decoder, async_output: 
     while not static.is_done:
         static.step()
     assert len(set(static.stats.batch_rows)) > 2, "no row has left"
-    for made, whole in zip(complete(static.rows, schedule), wanted, strict=True):
+    for made, whole in zip(completions_of(static.rows, schedule), wanted, strict=True):
         assert made.tokens == whole.tokens
         assert len(made.logprobs) == len(whole.logprobs)
         for own, other in zip(made.logprobs, whole.logprobs, strict=True):

@@ -15,9 +15,9 @@ from transformers import OPTForCausalLM
 from actors.generator import Generator, GeneratorConfig
 from jobs.bench import main as bench
 from jobs.distill import main
-from pipeline.checkpoint import check_model
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.input.training_pairs import encode_pairs
+from pipeline.resolve_model import check_model
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import check_folder, load_model, save_model
 from skipdecode.config.model import SwiftKVConfig

@@ -24,7 +24,7 @@ from pipeline.input.id_matching import DoneRows
 from pipeline.input.input_plan import InputPlan
 from pipeline.input.prompt_templates import Prompter, form_of
 from pipeline.stages.decode import DecodeStage
-from pipeline.stages.finish import finish
+from pipeline.stages.detokenize import detokenize
 from pipeline.stages.packed_window import unpack
 from pipeline.stages.tokenize import TokenizeConfig, tokenize
 from pipeline.store.row_writer import RunSink
@@ -103,7 +103,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
     # repeated task may get other rows than before
     last_steps = {
         "unpack": unpack,
-        "finish": partial(finish, config=spec.tokenize, extra_names=tuple(spec.plan.carried_schema.names)),
+        "finish": partial(detokenize, config=spec.tokenize, extra_names=tuple(spec.plan.carried_schema.names)),
         "number_of_task": number_of_task,
     }
     windows_per_file = None if sink.rows_per_file is None else sink.rows_per_file // spec.window_rows

@@ -1,4 +1,4 @@
-"""The estimate of a run while it decodes: from the tokens of a sample before the start, and from its first batches.
+"""The estimate that a run logs: from the tokens of a sample before it starts, and once from its first batches.
 
 It reads a few hundred rows, and decodes nothing. The progress line has its own estimate, which follows the current pace
 (`pipeline.cluster.progress`).
@@ -14,10 +14,10 @@ from pipeline.formatting import Log, count
 from pipeline.store.run_state import EstimateState
 
 SAMPLED_ROWS, SAMPLED_FILES = 512, 4
-SEEN_SHARE: Final = 0.01  # of the rows, and at least a window: from then on their pace stands for that of the rest
+SEEN_SHARE: Final = 0.01  # of the rows, at least one window, after which the pace so far is extrapolated
 
 
-class LiveEstimate:
+class EarlyEstimate:
     """The estimate for the rows that a session has to decode."""
 
     def __init__(self, sample: Sample, shape: Shape, price_per_hour: float | None, log: Log) -> None:
@@ -32,7 +32,7 @@ class LiveEstimate:
         enough = max(self._shape.window_rows, SEEN_SHARE * self._shape.rows)
         return self.found is None and enough <= rows < self._shape.rows
 
-    def update(self, pace: Pace) -> None:
+    def log_once(self, pace: Pace) -> None:
         """Logs the estimate for the whole run, once; `pace` is that of the first rows."""
         good, batches = pace["rows"] - pace["failed"], max(pace["batches"], 1)
         if not self.is_ready(pace["rows"]) or not good or not pace["workers"]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import Field
 
-from pipeline.checkpoint import check_model
 from pipeline.cluster.machine import device_facts, device_to_measure, version_of
 from pipeline.config.job import (
     ConfigError,
@@ -21,6 +20,7 @@ from pipeline.config.job import (
     Section,
 )
 from pipeline.formatting import Json, Log
+from pipeline.resolve_model import check_model
 from skipdecode.backends.host_memory import num_cores
 
 if TYPE_CHECKING:

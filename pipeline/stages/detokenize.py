@@ -1,6 +1,5 @@
-"""The stage of Ray Data after decoding: turns generated tokens into text and sets each row's status, on CPUs.
-
-It runs in the task that also writes the rows (`pipeline.store.row_writer`), and has no torch.
+"""Turns generated tokens into text and sets each row's status. `RunSink` (`pipeline.store.row_writer`) calls it in the
+task that writes the rows, on CPUs. No torch.
 """
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ from pipeline.stages.tokenize import TOKENS, TokenizeConfig, describe, load_toke
 from skipdecode.checkpoint.detokenizer import answer_text
 
 
-def finish(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
+def detokenize(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[str, ...]) -> pa.Table:
     """Adds the text and the status, and orders the columns as `OUTPUT_SCHEMA` does.
 
     `extra_names`: the columns of the input that follow. A row that cannot be turned into text fails.

@@ -40,7 +40,7 @@ class ResolvedModel:
     prefill: PrefillMethod = "full"
     adapter: Path | None = None
     """The folder of the LoRA adapter to merge into it."""
-    front: str = ""
+    bos_text: str = ""
     """What its tokenizer puts before every prompt, such as `<s>`."""
 
 
@@ -72,7 +72,7 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
                 f"{new} leaves no room for a prompt in the model's {model_config.max_position_embeddings} positions",
             )
         check_tokens(config, model_config, tokenizer)
-        model = ResolvedModel(folder, config.model.source, model_config, decode, prefill, adapter, tokenizer.front_text)
+        model = ResolvedModel(folder, config.model.source, model_config, decode, prefill, adapter, tokenizer.bos_text)
         remarks = [foreign_swiftkv(model, config), untuned(model, config), full_by_default(model, config)]
     except ValueError as error:
         raise ConfigError.parse(error) from error
