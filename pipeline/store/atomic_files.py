@@ -49,7 +49,7 @@ def is_whole_on_close(filesystem: pafs.FileSystem) -> bool:
     return isinstance(filesystem, UPLOADS)
 
 
-def to_the_end(work: Callable[[], None]) -> None:
+def run_uninterrupted(work: Callable[[], None]) -> None:
     """Runs `work` in a thread, where no signal can interrupt it, and waits for its end even if a signal raises here.
 
     Otherwise a stream that Ctrl-C interrupts would be closed on release, and half an object would appear.
@@ -88,24 +88,24 @@ def put(
     filesystem: pafs.FileSystem,
     target: str,
     source: Source,
-    aside: str,
+    temporary: str,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes the whole content of `source` to the file `target` on a remote file system. `aside`: a unique temporary
-    name. `check` is called directly before the file appears, or before an upload begins, which cannot be undone."""
+    """Writes the whole content of `source` to the file `target` on a remote file system. `temporary`: a unique name.
+    `check` is called directly before the file appears, or before an upload begins, which cannot be undone."""
     if is_whole_on_close(filesystem):
         check()
-        to_the_end(lambda: _write(filesystem, target, source))
+        run_uninterrupted(lambda: _write(filesystem, target, source))
         return
     filesystem.create_dir(target.rpartition("/")[0], recursive=True)
     try:
-        to_the_end(lambda: _write(filesystem, aside, source))
+        run_uninterrupted(lambda: _write(filesystem, temporary, source))
         check()
     except BaseException:
         with suppress(Exception):
-            filesystem.delete_file(aside)
+            filesystem.delete_file(temporary)
         raise
-    rename(filesystem, aside, target)
+    rename(filesystem, temporary, target)
 
 
 def _write(filesystem: pafs.FileSystem, path: str, source: Source) -> None:
@@ -129,7 +129,7 @@ def rename(filesystem: pafs.FileSystem, source: str, target: str) -> None:
             filesystem.delete_file(target)
             filesystem.move(source, target)
 
-    to_the_end(step)
+    run_uninterrupted(step)
 
 
 def may_vanish(filesystem: pafs.FileSystem) -> bool:
@@ -148,31 +148,31 @@ def left_aside(filesystem: pafs.FileSystem, target: str) -> list[str]:
 
 
 @contextmanager
-def uploaded(
-    filesystem: pafs.FileSystem, target: str, aside: str, check: Callable[[], None]
+def upload_on_exit(
+    filesystem: pafs.FileSystem, target: str, temporary: str, check: Callable[[], None]
 ) -> Iterator[SpooledTemporaryFile[bytes]]:
     """Yields a file to write; its content is buffered and uploaded to `target` when the block ends."""
     with SpooledTemporaryFile(GATHERED_BYTES) as file:
         yield file
         file.seek(0)
-        put(filesystem, target, file, aside, check)
+        put(filesystem, target, file, temporary, check)
 
 
 @contextmanager
-def replaced(target: str, aside: str, check: Callable[[], None]) -> Iterator[BufferedWriter]:
+def replace_on_exit(target: str, temporary: str, check: Callable[[], None]) -> Iterator[BufferedWriter]:
     """Yields a file to write on a local disk; it is renamed to `target` when the block ends."""
     name = os.path.basename(target)
     try:
-        with open(aside, "wb") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         fault_point(f"{name} staged")
         check()
-        os.replace(aside, target)
+        os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise
     sync(os.path.dirname(target))
     fault_point(f"{name} renamed")

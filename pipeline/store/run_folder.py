@@ -22,7 +22,15 @@ import pyarrow.parquet as pq
 from pipeline.config.job import ConfigError
 from pipeline.config.uris import refuse_credentials
 from pipeline.formatting import Log, mask
-from pipeline.store.atomic_files import is_whole_on_close, left_aside, make_folder, rename, replaced, sync, uploaded
+from pipeline.store.atomic_files import (
+    is_whole_on_close,
+    left_aside,
+    make_folder,
+    rename,
+    replace_on_exit,
+    sync,
+    upload_on_exit,
+)
 from pipeline.store.run_state import IS_RUN, FileRecord, RunState, check_version
 
 BATCH_FILES = "batch_output.jsonl", "batch_errors.jsonl"
@@ -133,11 +141,11 @@ class RunFolder:
         target = self.path(name)
         own = f"{target}.{uuid.uuid4().hex[:8]}.tmp"  # unique, since two sessions may overlap for a moment
         if not self.is_local:
-            with uploaded(self.filesystem, target, own, check) as gathered:
+            with upload_on_exit(self.filesystem, target, own, check) as gathered:
                 yield cast(BinaryIO, gathered)
             return
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        with replaced(target, own, check) as file:
+        with replace_on_exit(target, own, check) as file:
             yield file
 
     def read_text(self, name: str) -> str | None:

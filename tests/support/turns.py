@@ -126,7 +126,7 @@ def turns_on_store() -> Iterator[UploadStore]:
     patches = [
         patch("pipeline.store.atomic_files.UPLOADS", (pafs.PyFileSystem,)),
         patch("pipeline.store.atomic_files._write", write),
-        patch("pipeline.store.atomic_files.to_the_end", lambda work: work()),
+        patch("pipeline.store.atomic_files.run_uninterrupted", lambda work: work()),
         patch("pipeline.store.run_folder.ThreadPoolExecutor", _InThisThread),
         patch("pipeline.store.lease.TAKEOVER_WAIT_S", 0.0),
         patch.object(Lease, "holds", holds),
