@@ -137,7 +137,7 @@ def _a_row_changes_sides(folder: RunFolder) -> None:
     """In a task that is repeated: the attempt counts that has written all rows."""
     schema = pa.schema([("id", pa.string())])
     with Lease(folder, "s0", print):
-        sink = RunSink(folder.filesystem, folder.root, "s0", schema, None, stream="x")
+        sink = RunSink(folder.filesystem, folder.root, "s0", schema, None, execution_id="x")
         sink.write(pa.table({"id": ["a"], STATUS: ["ok"]}), "0-0-first")
         sink.write(pa.table({"id": ["a", "b"], STATUS: ["failed", "ok"]}), "0-0-second")
         paths = [path for path in folder.all_data_files() if "part-s0" in path]

@@ -44,7 +44,7 @@ def make_run(root: Path, num_files: int = 4, columns: dict[str, pa.Array] = EXTR
     folder.fence("s1")
     parts = [rows(3 * number, columns, number < num_files) for number in range(num_files + 1)]
     schema = parts[0].drop_columns([STATUS]).schema
-    sink = RunSink(folder.filesystem, folder.root, "s1", schema, None, stream="x")
+    sink = RunSink(folder.filesystem, folder.root, "s1", schema, None, execution_id="x")
     for number, part in enumerate(parts):
         sink.write(part, f"{number:04d}")
     folder.release("s1")

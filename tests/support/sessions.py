@@ -140,12 +140,12 @@ class Session:
                 if "meanwhile" not in str(error):
                     raise
                 return MEANWHILE
-            code._execute(plan_of(self.folder, earlier, self.mode), self.name, earlier_sessions, lease, _silent)
+            code._run_session(plan_of(self.folder, earlier, self.mode), self.name, earlier_sessions, lease, _silent)
         return DONE
 
     def stream(self, left: list[str], state: RunState) -> None:
         """Writes rows as the tasks of a run do, in processes that outlive this one."""
-        sink = RunSink(self.folder.filesystem, self.folder.root, self.name, OUTPUT_SCHEMA, None, stream="0a0b0c",
+        sink = RunSink(self.folder.filesystem, self.folder.root, self.name, OUTPUT_SCHEMA, None, execution_id="0a0b0c",
                        row_keys=row_keys)  # fmt: skip
         run = run_of(state)
         for number, start in enumerate(range(0, len(left), PER_FILE)):

@@ -112,7 +112,7 @@ def test_which_stores_need_no_renaming(tmp_path: Path) -> None:
 def sink_on(root: Path) -> RunSink:
     folder = RunFolder.open(str(root))
     folder.fence("s1")
-    return RunSink(folder.filesystem, folder.root, "s1", SCHEMA, None, stream="x")
+    return RunSink(folder.filesystem, folder.root, "s1", SCHEMA, None, execution_id="x")
 
 
 def rows(**by_status: str) -> pa.Table:
@@ -159,7 +159,7 @@ def test_a_writer_that_outlived_its_session_deletes_nothing(tmp_path: Path) -> N
 def test_a_writer_on_a_store_asks_for_the_lease_of_its_session(tmp_path: Path) -> None:
     """Nothing else stops it there: there is no fence."""
     _, folder = early(tmp_path)
-    sink = RunSink(folder.filesystem, "run", "s1", SCHEMA, None, stream="x")
+    sink = RunSink(folder.filesystem, "run", "s1", SCHEMA, None, execution_id="x")
     with Lease(folder, "s1", print):
         folder.fence("s1")
         sink.write(rows(ok="a"), "0")
@@ -202,6 +202,6 @@ def test_the_sink_needs_few_requests(tmp_path: Path) -> None:
         folder.fence("s1")
         asked.clear()
         steps = store.num_steps
-        RunSink(folder.filesystem, "run", "s1", SCHEMA, None, stream="x").write(rows(ok="a"), "0")
+        RunSink(folder.filesystem, "run", "s1", SCHEMA, None, execution_id="x").write(rows(ok="a"), "0")
         assert asked == []
         assert store.num_steps - steps == 3  # opened, written, renamed
