@@ -31,8 +31,9 @@ from pipeline.json_size import count_marks
 from pipeline.openai_format.parameters import shown
 
 MAX_ERRORS: Final = 100  # that a batch object names
-NOT_ITS_FAULT: Final = frozenset({"actors", "output", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR"})
-"""Keys of what may be right in a moment: too few free CPUs, another driver at work, a cluster that starts again."""
+NOT_ITS_FAULT: Final = ("actors", "output", "model.source", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR")
+"""Keys, and sections, of what may be right in a moment: too few free CPUs, another driver at work, the disk with the
+model, a cluster that starts again."""
 LAST_S: Final = 60.0
 
 
@@ -61,7 +62,8 @@ def run_batch(own: ClientStorage, record: BatchRecord, log: Log) -> None:
     except ConfigError as error:
         log(str(error))
         is_unread = error.key == "input.path" and isinstance(error.__cause__, OSError)  # the storage did not answer
-        if not is_unread and not {key.partition(".")[0] for key, _ in error.problems} & NOT_ITS_FAULT:
+        keys = {key for key, _ in error.problems}
+        if not is_unread and not (keys | {key.partition(".")[0] for key in keys}) & set(NOT_ITS_FAULT):
             found: list[BatchError] = [
                 {"code": "invalid_batch", "message": message, "param": key or None, "line": None}
                 for key, message in error.problems

@@ -7,6 +7,7 @@ are moved to temporary files beyond HELD_BYTES.
 
 import hashlib
 import json
+import re
 import tempfile
 import zlib
 from collections import Counter
@@ -216,6 +217,9 @@ COLUMNS: Final = (
 SOURCES: Final = (SOURCE_ID, SAMPLE, "method", "body")
 """Columns that say which line a row belongs to, where lines have several."""
 ROWS_AT_ONCE: Final = 256  # with the bodies of their lines
+LINE_ENDS: Final = re.compile("[\x85\u2028\u2029]")
+"""What ends a line for `str.splitlines`, and so for HTTP clients that go through an answer line by line, and what JSON
+would leave as it is."""
 
 FILES = {"ok": "batch_output.jsonl", "failed": "batch_errors.jsonl"}
 """Status of the lines -> file."""
@@ -230,7 +234,10 @@ class _LineWriter:
         self._num_lines = self._num_bytes = 0
 
     def write(self, line: dict[str, Json]) -> None:
-        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(line, ensure_ascii=False)
+        if not text.isascii():
+            text = LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        data = text.encode() + b"\n"
         self._file.write(data)
         self._digest.update(data)
         self._num_lines, self._num_bytes = self._num_lines + 1, self._num_bytes + len(data)
@@ -279,7 +286,7 @@ def write_batch_files(
                 for found, line in lines_of(rows, model, created):
                     write(found, line)
         for own, code, message in rest(answered) if rest is not None else ():
-            write("failed", _error_line(own, code, message))
+            lines["failed"].write(_error_line(own, code, message))  # no answer: an id may be there twice
     return {FILES[status]: written.record() for status, written in lines.items()}
 
 

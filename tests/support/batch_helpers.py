@@ -21,6 +21,7 @@ from pipeline.service.error_responses import add_error_handlers
 from tests.support.local_app import local_app
 
 KEY, OTHER_KEY = "first-secret-key", "second-secret-key"
+SESSION = "0123456789ab"
 
 
 def line(custom_id: str, prompt: str = "a", *, model: str | None = "tiny", **body: Any) -> dict[str, Any]:
@@ -58,6 +59,17 @@ def batch_endpoint(folder: Path, keys: Sequence[str] = (KEY, OTHER_KEY), **secti
 
 def storage_of(folder: Path, key: str = KEY) -> ClientStorage:
     return Storage(str(folder)).of(digest(key).hex())
+
+
+def begin_run(own: ClientStorage, batch_id: str, documents: int, rows: int | None = None, **more: Any) -> None:
+    """As a driver does that has begun and was killed."""
+    state: Any = {
+        "version": "1.0.0", "state": "running", "fingerprint": {}, "former": [], "known": [], "retries": [],
+        "books": {"input": rows or documents, "ok": None, "failed": None, "closed": False},
+        "input": {"format": "openai_batch", "files": [], "documents": documents},
+        "sessions": [{"id": SESSION, "started_at": time.time() - 10, "ended_at": time.time()}],
+    }  # fmt: skip
+    own.run(batch_id).write_state(state | more)
 
 
 def finish_run(own: ClientStorage, record: BatchRecord) -> None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.batches.driver import run_batch
+from pipeline.batches.driver import find_errors, run_batch
 from pipeline.batches.ending import end_batch
 from pipeline.batches.job import job_config
 from pipeline.batches.status import BatchView, status_of
@@ -27,8 +27,10 @@ from pipeline.config.job import ConfigError
 from tests.support.batch_helpers import (
     KEY,
     OTHER_KEY,
+    SESSION,
     answers_of,
     batch_endpoint,
+    begin_run,
     client_of,
     jsonl,
     line,
@@ -36,7 +38,6 @@ from tests.support.batch_helpers import (
 )
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-SESSION = "0123456789ab"
 
 
 @pytest.fixture
@@ -72,17 +73,6 @@ def record_of(own: ClientStorage, batch_id: str) -> BatchRecord:
 def code_of(error: openai.APIStatusError) -> tuple[int, str | None, str | None]:
     body: Any = error.response.json()["error"]
     return error.status_code, body["code"], body["param"]
-
-
-def begin_run(own: ClientStorage, batch_id: str, documents: int, rows: int | None = None, **more: Any) -> None:
-    """As a driver does that has begun and was killed."""
-    state: Any = {
-        "version": "1.0.0", "state": "running", "fingerprint": {}, "former": [], "known": [], "retries": [],
-        "books": {"input": rows or documents, "ok": None, "failed": None, "closed": False},
-        "input": {"format": "openai_batch", "files": [], "documents": documents},
-        "sessions": [{"id": SESSION, "started_at": time.time() - 10, "ended_at": time.time()}],
-    }  # fmt: skip
-    own.run(batch_id).write_state(state | more)
 
 
 def add_rows(own: ClientStorage, batch_id: str, status: str, ids: list[str], number: int = 0, **more: Any) -> None:
@@ -203,7 +193,7 @@ def test_of_two_requests_at_once_with_one_idempotency_key_one_is_taken(
 ) -> None:
     files = [client.files.create(file=("in.jsonl", jsonl([line(f"r{n}")])), purpose="batch") for n in range(4)]
     add_batch = ClientStorage.add_batch
-    monkeypatch.setattr(ClientStorage, "add_batch", lambda *given: (time.sleep(0.1), add_batch(*given)))
+    monkeypatch.setattr(ClientStorage, "add_batch", lambda *given: (time.sleep(0.1), add_batch(*given))[1])
     made = list[Any]()
 
     def send(file: Any) -> None:
@@ -254,14 +244,27 @@ def test_a_sweep_waits_for_a_batch_whose_record_is_not_there_yet(
     assert Path(own.input_path(made.id)).read_bytes() == jsonl([line("a")])
 
 
-@pytest.mark.parametrize(("cause", "status"), [(OSError("timed out"), "validating"), (None, "failed")])
-def test_a_storage_that_does_not_answer_is_not_the_fault_of_the_batch(
-    client: openai.OpenAI, own: ClientStorage, monkeypatch: pytest.MonkeyPatch, cause: OSError | None, status: str
+@pytest.mark.parametrize(
+    ("key", "cause", "status"),
+    [
+        ("input.path", OSError("timed out"), "validating"),
+        ("input.path", None, "failed"),
+        ("model.source", None, "validating"),
+        ("model.files", None, "failed"),
+    ],
+)
+def test_a_disk_that_does_not_answer_is_not_the_fault_of_the_batch(
+    client: openai.OpenAI,
+    own: ClientStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    cause: OSError | None,
+    status: str,
 ) -> None:
     made = create(client)
 
     def refused(*_: Any) -> None:
-        raise ConfigError("input.path", "cannot be read") from cause
+        raise ConfigError(key, "cannot be read") from cause
 
     monkeypatch.setattr("pipeline.batches.driver.run", refused)
     run_batch(own, record_of(own, made.id), print)
@@ -341,11 +344,54 @@ def test_an_expired_batch_keeps_its_rows_and_names_the_others(client: openai.Ope
 
 
 def test_a_batch_that_never_began_expires_too(client: openai.OpenAI, own: ClientStorage) -> None:
-    made = create(client)
+    """Each line is one of the errors file, also with an id that is there three times, or that has line ends in it."""
+    ids = ["a", "a", "a", "b\u2028c\x85d\u2029\n", "e"]
+    made = create(client, [line(one) for one in ids])
     end_batch(own, record_of(own, made.id), "expired", print)
     seen = client.batches.retrieve(made.id)
     assert (seen.status, seen.output_file_id) == ("expired", None)
-    assert [error["code"] for error in answers_of(client, seen)[1]] == ["batch_expired"] * 2
+    assert seen.request_counts.model_dump() == {"total": 5, "completed": 0, "failed": 5}
+    found = answers_of(client, seen)[1]
+    assert [(error["code"], error["custom_id"]) for error in found] == [("batch_expired", one) for one in ids]
+
+
+ENCODED = jsonl([line("a"), line("b")])
+
+
+@pytest.mark.parametrize(
+    ("content", "ids"),
+    [
+        (b"\xef\xbb\xbf" + ENCODED, ["a", "b"]),
+        (ENCODED.replace(b"\n", b"\r\n"), ["a", "b"]),
+        (b"\n \t\n" + ENCODED.replace(b"\n", b"\n\r\n"), ["a", "b"]),
+        (ENCODED.removesuffix(b"\n"), ["a", "b"]),
+        (ENCODED.decode().encode("utf-16"), [":0", ":1", ":2"]),
+        (b'{"custom_id": "h", "body": "' + b"x" * 5_000_000 + b'"}\n' + ENCODED, [":0", "a", "b"]),
+        (b'[]\n"text"\n{"custom_id": 5}\n{"custom_id": "\\ud800"}\n\0\n\xff', [f":{n}" for n in range(6)]),
+        (b"[" * 200_000 + b"\n" + ENCODED, [":0", "a", "b"]),
+    ],
+    ids=["mark", "crlf", "blank", "open end", "utf16", "huge", "no requests", "deep"],
+)
+def test_whatever_a_file_holds_each_line_has_its_place(
+    client: openai.OpenAI, own: ClientStorage, content: bytes, ids: list[str]
+) -> None:
+    """Nothing of it stops the batch, and a line without an id of its own is named by its number."""
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    record = record_of(own, made.id)
+    assert list(find_errors(own, record)) == []
+    end_batch(own, record, "expired", print)
+    errors = answers_of(client, client.batches.retrieve(made.id))[1]
+    assert [error["custom_id"].removeprefix(f"{made.id}.jsonl") for error in errors] == ids
+
+
+@pytest.mark.parametrize("content", [b"\n", b" \n\t\r\n", b"\xef\xbb\xbf"])
+def test_a_file_without_lines_fails(client: openai.OpenAI, own: ClientStorage, content: bytes) -> None:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    run_batch(own, record_of(own, made.id), print)
+    failed = client.batches.retrieve(made.id)
+    assert (failed.status, [error.code for error in failed.errors.data]) == ("failed", ["empty_file"])
 
 
 def test_cancelling(client: openai.OpenAI, own: ClientStorage) -> None:
