@@ -47,8 +47,14 @@ LOCAL: Final = "local"
 LEFT_FILE: Final = re.compile(rf"(file-{HEX})\.jsonl?(\.[0-9a-f]{{8}}\.tmp)?")
 LEFT_BATCH: Final = re.compile(rf"(batch_{HEX})((\.(cancel|ended))?\.json|\.jsonl)?(\.[0-9a-f]{{8}}\.tmp)?")
 """What may lie beside the records, with the id that it belongs to."""
+BESIDE: Final = (".cancel.json", ".ended.json", ".jsonl")
+"""What a batch has beside its record and its run folder."""
 COPIED_BYTES: Final = 1 << 20
 CHANGE_S: Final = 60.0
+KEY_DIGITS: Final = 16
+"""Of the 24 hex digits of an id that belongs to an `Idempotency-Key`: these are the key's, the others the request's."""
+LEFT_S: Final = 3600
+"""Age at which what a store has of a batch without a record is nobody's; younger, another process may be adding it."""
 
 
 class FileRecord(TypedDict):
@@ -103,12 +109,19 @@ class Ending(TypedDict):
     """Lines of the input and of the result files: total, completed, failed."""
 
 
-def new_id(prefix: str, client: str, idempotency_key: str | None = None) -> str:
-    """A random id, or the one that belongs to this client's key, so that a repeated request names the same object."""
-    if idempotency_key is None:
-        return prefix + secrets.token_hex(12)
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
+
+
+def keyed_id(prefix: str, client: str, idempotency_key: str, request: str) -> str:
+    """The id that belongs to this client's `Idempotency-Key` and to `request`, the digest of what came with it.
+
+    So whoever takes the same request names the same object: two replicas that do so at the same moment, on a store
+    without locks, make the same object twice, which is making it once.
+    """
     text = f"{prefix}\0{client}\0{idempotency_key}"
-    return prefix + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    own = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return prefix + own[:KEY_DIGITS] + request[: 24 - KEY_DIGITS]
 
 
 def result_id(batch_id: str, kind: str) -> str:
@@ -166,8 +179,9 @@ class ClientStorage:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Only one process of this machine at a time adds something here, so that an id is given once and the limits of
-        a client hold. On a store, which has no locks, this is up to whoever asks."""
+        """Only one process of this machine at a time adds something here, so that a key is taken once and the limits of
+        a client hold. A store has no locks: there two processes may exceed a limit at the same moment, and take two
+        different requests with one `Idempotency-Key`."""
         if not self._folder.is_local:
             yield
             return
@@ -184,6 +198,11 @@ class ClientStorage:
         """The newest first."""
         return _newest(self.file(name) for name in self._names("files") if FILE_ID.fullmatch(name))
 
+    def files_of_key(self, file_id: str) -> list[FileRecord]:
+        """Those that came with the same `Idempotency-Key` as a file of this id (`keyed_id`)."""
+        found = (self.file(name) for name in self._same_key("files", file_id))
+        return [record for record in found if record is not None and "request" in record]
+
     def add_file(self, record: FileRecord, content: IO[bytes]) -> None:
         """Stores both or nothing."""
         name = f"files/{record['id']}"
@@ -192,7 +211,7 @@ class ClientStorage:
         try:
             self._write(f"{name}.json", record)
         except BaseException:  # a disk that is full: without a record nobody could delete the content
-            self._remove_left(f"{name}.jsonl")
+            self._remove_left(f"{name}.jsonl", record)
             raise
 
     def delete_file(self, file_id: str) -> None:
@@ -216,19 +235,43 @@ class ClientStorage:
     def batch_ids(self) -> list[str]:
         return [name for name in self._names("batches") if BATCH_ID.fullmatch(name)]
 
-    def add_batch(self, record: BatchRecord) -> None:
-        """FileNotFoundError if the input file is gone.
+    def batches_of_key(self, batch_id: str) -> list[BatchRecord]:
+        """Those that came with the same `Idempotency-Key` as a batch of this id (`keyed_id`)."""
+        found = (self.batch(name) for name in self._same_key("batches", batch_id))
+        return [record for record in found if record is not None and "request" in record]
 
-        What a request or a deletion that was cut off has left under this id goes: it may be of another input.
+    def add_batch(self, record: BatchRecord) -> BatchRecord:
+        """Returns the batch that is there then: on a store another process may have taken the same request meanwhile.
+        FileNotFoundError if the input file is gone.
+
+        What a request or a deletion that was cut off has left under this id goes.
         """
-        self.delete_batch(record["id"])
-        target = f"batches/{record['id']}.jsonl"
+        batch_id = record["id"]
+        if self._folder.is_local:
+            self.delete_batch(batch_id)
+        else:
+            self._delete_left(batch_id, record["created_at"] - LEFT_S)
+        target = f"batches/{batch_id}.jsonl"
         try:
             self._add_input(f"files/{record['input_file_id']}.jsonl", target)
-            self._write(f"batches/{record['id']}.json", record)
+            if (there := self.batch(batch_id)) is not None:
+                return there
+            self._write(f"batches/{batch_id}.json", record)
         except BaseException:
-            self._remove_left(target)
+            self._remove_left(target, record)
             raise
+        return record
+
+    def _delete_left(self, batch_id: str, before: float) -> None:
+        """Deletes what is older of a batch that has no record: another process may be adding it at this moment, and its
+        run may have begun."""
+        selector = pafs.FileSelector(self._folder.path(f"batches/{batch_id}"), allow_not_found=True, recursive=True)
+        beside = [self._folder.path(f"batches/{batch_id}{suffix}") for suffix in BESIDE]
+        infos = [*self._folder.filesystem.get_file_info(beside), *self._folder.filesystem.get_file_info(selector)]
+        for info in infos:
+            is_old = info.mtime is None or info.mtime.timestamp() < before
+            if info.type == pafs.FileType.File and is_old:
+                self._folder.remove(self._folder.name(info.path))
 
     def _add_input(self, source: str, target: str) -> None:
         folder = self._folder
@@ -247,17 +290,22 @@ class ClientStorage:
 
     def _copy_input(self, source: str, target: str) -> None:
         folder = self._folder
+        old, new = folder.filesystem.get_file_info([folder.path(source), folder.path(target)])
+        if new.type == pafs.FileType.File and new.size == old.size:
+            return  # another process has taken the same request, and its run must not find a file of another time
         with folder.filesystem.open_input_stream(folder.path(source)) as content, folder.replacing(target) as copy:
             _copy(content, copy)
 
-    def _remove_left(self, name: str) -> None:
+    def _remove_left(self, name: str, record: FileRecord | BatchRecord) -> None:
+        if not self._folder.is_local and "request" in record:
+            return  # another process may have stored the same under this id
         with suppress(OSError):  # what stays is swept away later
             self._folder.remove(name)
 
     def delete_batch(self, batch_id: str) -> None:
         """The batch and everything that it made."""
         assert BATCH_ID.fullmatch(batch_id)
-        for name in (".json", ".cancel.json", ".ended.json", ".jsonl", ""):  # the first: without it, it is no batch
+        for name in (".json", *BESIDE, ""):  # the first: without it, it is no batch
             self._folder.remove(f"batches/{batch_id}{name}")
 
     def run(self, batch_id: str) -> RunFolder:
@@ -336,6 +384,9 @@ class ClientStorage:
     def free_bytes(self) -> int | None:
         """On the disk where everything lies; None on a store."""
         return shutil.disk_usage(self._folder.root).free if self._folder.is_local else None
+
+    def _same_key(self, part: str, own: str) -> list[str]:
+        return [name for name in self._names(part) if name.startswith(own[: KEY_DIGITS - 24])]
 
     def _names(self, part: str) -> list[str]:
         selector = pafs.FileSelector(self._folder.path(part), allow_not_found=True)

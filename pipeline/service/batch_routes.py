@@ -8,7 +8,7 @@ import errno
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from tempfile import SpooledTemporaryFile, gettempdir
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -26,6 +26,7 @@ from pipeline.batches.storage import (
     ClientStorage,
     FileRecord,
     Storage,
+    keyed_id,
     new_id,
     request_digest,
 )
@@ -44,9 +45,11 @@ BODY_BYTES: Final = 64 << 10
 MAX_KEY_CHARS: Final = 255
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_AFTER_S: Final = 10
+ORDERS: Final = {"asc": 1, "desc": -1}
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Keyed = TypeVar("Keyed", FileRecord, BatchRecord)
 
 
 class BatchRoutes:
@@ -100,7 +103,8 @@ class BatchRoutes:
                     record = await _in_thread(self._add_file, own, client, request, form, target)
                 return reply(file_object(record))
         except TimeoutError:
-            raise ApiError.timed_out(UPLOAD_TIMEOUT_S) from None
+            message = f"the upload took longer than {UPLOAD_TIMEOUT_S:g} s"
+            raise ApiError(408, message, kind="timeout_error", code="timeout") from None
         except OSError as error:  # of the temporary file
             raise _storage_error(error, f"in {gettempdir()}, through which uploads go") from error
         finally:
@@ -124,37 +128,43 @@ class BatchRoutes:
             raise BadParameter("file", "is missing")
         if not form.num_bytes:
             raise BadParameter("file", "is empty")
-        key = _idempotency_key(request)
-        made_of: list[Json] = [form.filename, form.num_bytes, form.num_lines, _digest(target)] if key else []
         record: FileRecord = {
-            "id": new_id("file-", client, key),
+            "id": new_id("file-"),
             "filename": form.filename[:255],
             "bytes": form.num_bytes,
             "lines": form.num_lines,
             "created_at": now,
             "expires_at": now + age_s,
         }
-        if key:
-            record["request"] = request_digest(*made_of)
+        if key := _idempotency_key(request):
+            record["request"] = request_digest(form.filename, form.num_bytes, form.num_lines, _digest(target))
+            record["id"] = keyed_id("file-", client, key, record["request"])
         with own.changing():
             return self._stored(own, record, target)
 
     def _stored(self, own: ClientStorage, record: FileRecord, target: SpooledTemporaryFile[bytes]) -> FileRecord:
         """Stores the file, or gives the one that is there since an earlier request with its `Idempotency-Key`."""
-        before = own.file(record["id"]) if "request" in record else None
-        if before is not None and not _is_over(before, record["created_at"]):
-            _check_same(before, record)
-            return before
-        if (stored := own.stored_bytes()) + record["bytes"] > self._limits.max_stored_bytes:
-            limit = self._limits.max_stored_bytes
-            message = f"{stored} bytes are stored, and {limit} may be (storage.max_stored_bytes); delete files"
-            raise ApiError(400, message, param="file", code="storage_limit_exceeded")
+        if "request" in record:
+            earlier = [one for one in own.files_of_key(record["id"]) if not _is_over(one, record["created_at"])]
+            if (before := _same_request(earlier, record)) is not None:
+                return before
+        self._check_room(own, record["bytes"], "file")
         target.seek(0)
         own.add_file(record, target)
         return record
 
+    def _check_room(self, own: ClientStorage, num_bytes: int, param: str) -> None:
+        """ApiError if the client would store more than it may with so many bytes on top."""
+        stored, limit = own.stored_bytes(), self._limits.max_stored_bytes
+        if stored + num_bytes > limit:
+            message = f"{stored} bytes are stored, and {limit} may be (storage.max_stored_bytes); delete files"
+            raise ApiError(400, message, param=param, code="storage_limit_exceeded")
+
     async def files(self, request: Request) -> Response:
         _, own = self._client(request)
+        order = request.query_params.get("order", "desc")
+        if order not in ORDERS:
+            raise BadParameter("order", f"must be 'asc' or 'desc', got {cut(repr(order))}")
         purpose = request.query_params.get("purpose")
         limit = _limit(request, 10_000, 10_000)
 
@@ -164,8 +174,8 @@ class BatchRoutes:
             for record in own.batches():
                 view = BatchView(own, record)
                 found += [made for kind in ("output", "errors") if (made := view.result_file(kind)) is not None]
-            order = -1 if request.query_params.get("order", "desc") == "desc" else 1
-            return sorted(found, key=lambda one: (order * int(str(one["created_at"])), str(one["id"])))
+            sign = ORDERS[order]
+            return sorted(found, key=lambda one: (sign * int(str(one["created_at"])), str(one["id"])))
 
         found = [one for one in await _in_thread(listed) if purpose in (None, one["purpose"])]
         return reply(_page(found, request.query_params.get("after"), limit))
@@ -225,7 +235,7 @@ class BatchRoutes:
         asked, now = BatchRequest.parse(values), int(time.time())
         expiry = asked.output_expires_after
         record: BatchRecord = {
-            "id": new_id("batch_", client, key),
+            "id": new_id("batch_"),
             "created_at": now,
             "expires_at": now + asked.window_s,
             "input_file_id": asked.input_file_id,
@@ -239,14 +249,16 @@ class BatchRoutes:
         }
         if key:
             record["request"] = request_digest(dict(values))
+            record["id"] = keyed_id("batch_", client, key, record["request"])
         with own.changing():
             return self._created(own, record)
 
     def _created(self, own: ClientStorage, record: BatchRecord) -> dict[str, Json]:
         """Creates the batch, or gives the one that is there since an earlier request with its `Idempotency-Key`."""
-        if "request" in record and (before := own.batch(record["id"])) is not None:
-            _check_same(before, record)
-            return BatchView(own, before).batch_object()
+        if "request" in record:
+            before = _same_request(own.batches_of_key(record["id"]), record)
+            if before is not None:
+                return BatchView(own, before).batch_object()
         file = own.file(record["input_file_id"])
         if file is None or _is_over(file, record["created_at"]):
             message = f"the file {cut(repr(record['input_file_id']))} does not exist"
@@ -254,12 +266,13 @@ class BatchRoutes:
         if (count := sum(not BatchView(own, other).has_ended for other in own.batches())) >= self._batches.max_waiting:
             message = f"{count} batches of yours have not ended (batches.max_waiting)"
             raise ApiError.overloaded(message, RETRY_AFTER_S)
+        self._check_room(own, file["bytes"], "input_file_id")  # its results will be about as large again, or more
         try:
-            own.add_batch(record)
+            made = own.add_batch(record)
         except FileNotFoundError:  # deleted at this moment
             message = f"the file {record['input_file_id']} does not exist"
             raise ApiError(400, message, param="input_file_id", code="file_not_found") from None
-        return BatchView(own, record).batch_object()
+        return BatchView(own, made).batch_object()
 
     async def list_batches(self, request: Request) -> Response:
         _, own = self._client(request)
@@ -337,11 +350,16 @@ def _idempotency_key(request: Request) -> str | None:
     return key
 
 
-def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ApiError if an `Idempotency-Key` came with another request before."""
-    if before.get("request") != now["request"]:
+def _same_request(earlier: Sequence[Keyed], now: Keyed) -> Keyed | None:
+    """What was made of the same request before, given all that its `Idempotency-Key` came with; ApiError if that were
+    other requests alone."""
+    for one in earlier:
+        if one["request"] == now["request"]:
+            return one
+    if earlier:
         message = "this Idempotency-Key came with another request before"
         raise ApiError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
+    return None
 
 
 def _digest(file: SpooledTemporaryFile[bytes]) -> str:

@@ -56,6 +56,9 @@ def test_lists_have_pages(url: str) -> None:
     first = httpx.get(f"{url}/v1/files", params={"limit": 2}, headers=HEADERS).json()
     assert (len(first["data"]), first["has_more"]) == (2, True)
     assert list(client.files.list(purpose="batch_output")) == []
+    assert {one.id for one in client.files.list(order="asc")} == made
+    for query in ({"order": "up"}, {"limit": 0}, {"limit": 10_001}, {"after": "file-0"}):
+        assert httpx.get(f"{url}/v1/files", params=query, headers=HEADERS).status_code == 400
 
 
 def test_another_key_sees_nothing_of_it(url: str) -> None:
@@ -100,12 +103,15 @@ def test_limits(url: str) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         upload(client, b"1\n" * 20 + b"1")
     assert code_of(bad.value) == (400, "too_many_lines")
-    upload(client, b"x" * 5000)
+    stored = upload(client, b"x" * 5000)
     upload(client, b"x" * 5000)
     with pytest.raises(openai.BadRequestError) as full:
         upload(client, b"x" * 5000)
     assert code_of(full.value) == (400, "storage_limit_exceeded")
     upload(client_of(url, OTHER_KEY), b"x" * 5000)  # has a limit of its own
+    with pytest.raises(openai.BadRequestError) as full:  # its input counts again
+        client.batches.create(input_file_id=stored.id, endpoint="/v1/completions", completion_window="24h")
+    assert code_of(full.value) == (400, "storage_limit_exceeded")
 
 
 @pytest.mark.parametrize(

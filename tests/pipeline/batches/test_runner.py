@@ -61,7 +61,7 @@ class Queue:
         """A batch of the client `client`, one hex digit; `plan`: what each of its drivers does."""
         own, now = self.storage.client(client * 32), int(time.time())
         file: FileRecord = {
-            "id": new_id("file-", client), "filename": "f", "bytes": 1, "lines": 1, "created_at": now,
+            "id": new_id("file-"), "filename": "f", "bytes": 1, "lines": 1, "created_at": now,
             "expires_at": now + 10_000,
         }  # fmt: skip
         content = self.folder / "content"
@@ -69,7 +69,7 @@ class Queue:
         with content.open("rb") as source:
             own.add_file(file, source)
         record: BatchRecord = {
-            "id": new_id("batch_", client), "created_at": now - 1000 - age_s, "expires_at": now + window_s,
+            "id": new_id("batch_"), "created_at": now - 1000 - age_s, "expires_at": now + window_s,
             "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h", "metadata": None,
             "output_expires_after_s": None, "model": "m", "model_names": ["m"], "job": JOB,
         }  # fmt: skip
