@@ -26,7 +26,7 @@ class StorageSection(Section):
 
 class BatchActors(ActorsConfig):
     background: bool = True
-    """Whether the workers of batches leave the CPUs to the endpoint and to everything else on the machine."""
+    """Whether the workers of batches leave the CPUs to the endpoint, and take what is left."""
 
 
 class BatchesSection(Section):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -19,6 +20,7 @@ from pipeline.batches.config import DAY_S, BatchesSection, StorageSection
 from pipeline.batches.ending import end_batch
 from pipeline.batches.status import BatchView
 from pipeline.batches.storage import RESULTS, BatchRecord, ClientStorage, Storage
+from pipeline.cluster.priority import run_in_background
 from pipeline.formatting import Log
 
 ROOT: Final = str(Path(__file__).resolve().parents[2])
@@ -213,8 +215,11 @@ class BatchRunner:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=self._environment,
-            start_new_session=True,
+            process_group=0,  # and no session of its own: `run_in_background` counts inside one
         )
+        if view.record["job"]["actors"]["background"]:
+            with suppress(OSError):  # it has ended
+                run_in_background(process.pid)  # what it imports takes seconds, too
         self._last_turn[name] = time.monotonic()
         self._drivers[batch_id] = _Driver(view.own, view.record, process, time.monotonic(), rows)
 

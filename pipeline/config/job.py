@@ -337,8 +337,9 @@ class ActorsConfig(Section):
     """How many batches of rows a worker takes at a time and sorts by length; auto: 16 for a worker with a GPU, whose
     batches are short and have to be full, else 4 (several GPUs: a model that takes its time)."""
     background: bool = False
-    """Whether workers leave the CPUs to everything else that runs on their machines, and take what is left (Linux:
-    SCHED_IDLE; elsewhere the lowest priority)."""
+    """Whether workers, and what reads, tokenizes and writes, leave the CPUs to everything else that runs on their
+    machines, and take what is left (Linux: SCHED_IDLE; elsewhere the lowest priority). With autogroups, to all else
+    that Ray runs there."""
     share_leftovers: bool = True
     """Whether idle workers take over rows that another worker has not started (work stealing)."""
     price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None

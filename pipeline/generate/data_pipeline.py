@@ -4,8 +4,10 @@ Building it has no side effects beyond putting the input plan into the object st
 `pipeline.stages` and `pipeline.store.row_writer`; how the configuration becomes theirs, in `stage_config`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -13,6 +15,7 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from actors.generator import GeneratorConfig
 from pipeline.cluster.pool import STAGE_CPUS, Pool
+from pipeline.cluster.priority import run_in_background
 from pipeline.cluster.ray_internals import number_of_task, set_last_stage_cpus
 from pipeline.config.job import InputConfig
 from pipeline.estimate.forecast import window_rows
@@ -31,6 +34,7 @@ from pipeline.store.row_writer import RunSink
 
 MAX_FILES = 10_000  # output files of one status, for large corpora; more where Ray cuts prompts (above 12 MiB a window)
 LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing with writing): one at work, one ready
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,10 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
     """A dataset without rows. Running it writes every row of the plan that is not done, exactly once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
     few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
+    light = _in_background if spec.background else _as_it_is
     sampling = spec.tokenize.sampling
-    source = CorpusDatasource(spec.plan, spec.input, spec.done, spec.prompter)
+    prepare = run_in_background if spec.background else None
+    source = CorpusDatasource(spec.plan, spec.input, spec.done, spec.prompter, prepare)
     rows = ray.data.read_datasource(source, num_cpus=STAGE_CPUS, compute=few)
     # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Without
     # `strict` the last rows of every block would be a small window of their own
@@ -77,7 +83,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
     # `repartition` cannot be given CPUs, and a whole one, Ray's default, may never be free while readers wait for it
     set_last_stage_cpus(rows, STAGE_CPUS)
     rows = rows.map_batches(
-        tokenize, fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, batch_format="pyarrow",
+        light(tokenize), fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, batch_format="pyarrow",
         zero_copy_batch=True, num_cpus=STAGE_CPUS, compute=few,
     )  # fmt: skip
     rows = rows.map_batches(
@@ -102,7 +108,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
     # the last stage is three steps, unpack -> finish -> write: Ray cuts blocks between stages by their bytes, and a
     # repeated task may get other rows than before
     last_steps = {
-        "unpack": unpack,
+        "unpack": light(unpack),
         "finish": partial(detokenize, config=spec.tokenize, extra_names=tuple(spec.plan.carried_schema.names)),
         "number_of_task": number_of_task,
     }
@@ -111,6 +117,21 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
         sink, fn_kwargs=last_steps, batch_size=windows_per_file, batch_format="pyarrow",
         zero_copy_batch=True, num_cpus=STAGE_CPUS, compute=few,
     )  # fmt: skip
+
+
+def _in_background(step: Callable[P, T]) -> Callable[P, T]:
+    """The step, with its name; whatever process Ray calls it in goes to the background first."""
+
+    @wraps(step)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        run_in_background()
+        return step(*args, **kwargs)
+
+    return run
+
+
+def _as_it_is(step: Callable[P, T]) -> Callable[P, T]:
+    return step
 
 
 def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:

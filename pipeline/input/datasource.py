@@ -33,8 +33,11 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
         config: InputConfig,
         done: DoneRows | None = None,
         prompter: Prompter | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
+        """`prepare`: called at the start of each read task, in its process."""
         super().__init__()
+        self._prepare = prepare
         self._num_rows = plan.num_rows_per_file
         self._num_left = self._num_rows if done is None else tuple(self._num_rows - done.num_rows_per_file)
         sizes = zip(plan.num_bytes_per_file, plan.num_rows_per_file, plan.num_documents_per_file, strict=True)
@@ -55,7 +58,7 @@ class CorpusDatasource(Datasource):  # type: ignore[misc]
         """A read task per file that has rows left; `parallelism` is ignored."""
         return [
             ReadTask(
-                _reader(self._plan, self._done, self._prompter, index, self._config),
+                _reader(self._plan, self._done, self._prompter, index, self._config, self._prepare),
                 BlockMetadata(
                     num_rows=int(num_left),
                     # Ray takes 0 for an empty dataset
@@ -77,10 +80,13 @@ def _reader(
     prompter: "ray.ObjectRef[Prompter | None]",
     index: int,
     config: InputConfig,
+    prepare: Callable[[], None] | None,
 ) -> Callable[[], Iterator[pa.Table]]:
     """The read function of a task, which captures references and not the datasource."""
 
     def read_corpus_file() -> Iterator[pa.Table]:
+        if prepare is not None:
+            prepare()
         yield from read_rest(ray.get(plan), None if done is None else ray.get(done), index, config, ray.get(prompter))
 
     return read_corpus_file

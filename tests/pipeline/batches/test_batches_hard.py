@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -170,6 +171,8 @@ def test_the_lines_are_those_of_generate(tmp_path: Path) -> None:
         "total": count, "completed": count - count // 100, "failed": count // 100
     }  # fmt: skip
     own = storage_of(storage)
+    proof = run([sys.executable, "-m", "jobs.verify", own.run_path(batch.id)], environment(None, tmp_path))
+    assert proof.returncode == 0, proof.stdout + proof.stderr
     schedule = ", ".join(f"{key}: {value}" for key, value in DECODE.items())
     keys = [f"decode={{{schedule}}}", "limits.max_failed_rows=1.0", "actors.batch_size=64", "input.format=openai_batch"]
     source, target = Path(own.input_path(batch.id)), tmp_path / "run"

@@ -57,7 +57,15 @@ class Queue:
         )
         self.names: dict[str, tuple[ClientStorage, str]] = {}
 
-    def add(self, name: str, client: str, plan: str = "finish", age_s: int = 0, window_s: int = 3600) -> None:
+    def add(
+        self,
+        name: str,
+        client: str,
+        plan: str = "finish",
+        age_s: int = 0,
+        window_s: int = 3600,
+        background: bool = False,  # a machine that runs other tests too has nothing to spare
+    ) -> None:
         """A batch of the client `client`, one hex digit; `plan`: what each of its drivers does."""
         own, now = self.storage.client(client * 32), int(time.time())
         file: FileRecord = {
@@ -71,7 +79,8 @@ class Queue:
         record: BatchRecord = {
             "id": new_id("batch_"), "created_at": now - 1000 - age_s, "expires_at": now + window_s,
             "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h", "metadata": None,
-            "output_expires_after_s": None, "model": "m", "model_names": ["m"], "job": JOB,
+            "output_expires_after_s": None, "model": "m", "model_names": ["m"],
+            "job": JOB | {"actors": JOB["actors"] | {"background": background}},
         }  # fmt: skip
         own.add_batch(record)
         Path(own.run_path(record["id"]) + ".plan").write_text(plan)
@@ -158,6 +167,17 @@ def test_a_driver_that_ends_is_started_again_and_others_go_on_meanwhile(queue: Q
     queue.until(lambda: queue.status("bad") == queue.status("good") == "completed")
     assert queue.order() == ["bad", "good", "bad", "bad"]
     assert [said.partition("starts in ")[2] for said in queue.said] == ["1 s", "2 s"]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux has this policy")
+def test_drivers_give_way_to_the_session_of_their_runner(queue: Queue) -> None:
+    """Which is that of the endpoint's replicas (`run_in_background`); yet they hear no Ctrl-C of a terminal."""
+    queue.add("a", "a", plan="wait finish", background=True)
+    queue.until(lambda: queue.order() == ["a"])
+    (process,) = (driver.process for driver in queue.runner._drivers.values())
+    assert os.getsid(process.pid) == os.getsid(0)
+    assert os.getpgid(process.pid) == process.pid
+    assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
 
 def test_what_cannot_be_read_does_not_stop_the_others(queue: Queue) -> None:

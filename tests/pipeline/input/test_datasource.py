@@ -77,6 +77,11 @@ def test_ray_tasks_are_small_and_tell_the_truth(tmp_path: Path, ray_data: Any) -
     assert CorpusDatasource(plan, config, done_rows(config, plan, table)).get_read_tasks(1) == []
     rest = CorpusDatasource(plan, config, done_rows(config, plan, table[: 2501 + 100])).get_read_tasks(1)
     assert [task.metadata.num_rows for task in rest] == [2401, 2501, 1]
+    prepared = list[str]()
+    (first, *_) = CorpusDatasource(plan, config, prepare=lambda: prepared.append("in its process")).get_read_tasks(1)
+    assert prepared == []
+    next(iter(first()))
+    assert prepared == ["in its process"]
 
 
 @pytest.mark.ray
