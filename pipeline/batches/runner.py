@@ -235,6 +235,7 @@ class BatchRunner:
             batch_id, expires_at = view.record["id"], view.results_expire_at()
             if now >= (view.ended_at() or now) + self._limits.expires_after_s:
                 view.own.delete_batch(batch_id)
+                del self._ended[batch_id]  # a request with its `Idempotency-Key` may come at once
             elif expires_at is not None and now >= expires_at:
                 for kind in RESULTS:
                     view.own.delete_result(batch_id, kind)

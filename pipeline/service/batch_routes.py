@@ -45,6 +45,7 @@ BODY_BYTES: Final = 64 << 10
 MAX_KEY_CHARS: Final = 255
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_AFTER_S: Final = 10
+MAX_DIGITS: Final = 9  # int() refuses thousands of them
 ORDERS: Final = {"asc": 1, "desc": -1}
 
 P = ParamSpec("P")
@@ -372,7 +373,7 @@ def _digest(file: SpooledTemporaryFile[bytes]) -> str:
 
 def _limit(request: Request, usual: int, most: int) -> int:
     text = request.query_params.get("limit", str(usual))
-    if not text.isdecimal() or not 1 <= int(text) <= most:
+    if not text.isdecimal() or len(text) > MAX_DIGITS or not 1 <= int(text) <= most:
         raise BadParameter("limit", f"must be an integer from 1 to {most}, got {cut(text)}")
     return int(text)
 

@@ -57,7 +57,7 @@ def test_lists_have_pages(url: str) -> None:
     assert (len(first["data"]), first["has_more"]) == (2, True)
     assert list(client.files.list(purpose="batch_output")) == []
     assert {one.id for one in client.files.list(order="asc")} == made
-    for query in ({"order": "up"}, {"limit": 0}, {"limit": 10_001}, {"after": "file-0"}):
+    for query in ({"order": "up"}, {"limit": 0}, {"limit": 10_001}, {"limit": "1" * 5000}, {"after": "file-0"}):
         assert httpx.get(f"{url}/v1/files", params=query, headers=HEADERS).status_code == 400
 
 
