@@ -34,7 +34,9 @@ from pipeline.store.row_writer import RunSink
 
 MAX_FILES = 10_000  # output files of one status, for large corpora; more where Ray cuts prompts (above 12 MiB a window)
 LIGHT_TASKS_PER_ACTOR = 2  # of each kind (reading, tokenising, finishing with writing): one at work, one ready
-P, T = ParamSpec("P"), TypeVar("T")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
