@@ -68,7 +68,7 @@ class Batch:
         made = self._client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         self._id = made.id
         (record,) = storage.glob(f"*/batches/{made.id}.json")
-        self._data = record.with_suffix("") / "data" / "status=ok"
+        self.data = record.with_suffix("") / "data" / "status=ok"
 
     def _look(self) -> Any:
         return self._client.batches.retrieve(self._id)
@@ -84,18 +84,6 @@ class Batch:
         if (status := self._look().status) != "in_progress":
             raise RuntimeError(f"the batch is {status} before the end of the phase; give more --lines")
 
-    def lines_per_s(self, began: float, ended: float) -> float:
-        """Between the first and the last file of rows of a phase (seconds since 1970); ValueError if there are no two.
-
-        What came with the first file was made before it, and does not count.
-        """
-        times = sorted((path.stat().st_mtime, path) for path in self._data.glob("*.parquet"))
-        inside = [(at, path) for at, path in times if began <= at <= ended]
-        if len(inside) < 2:
-            raise ValueError(f"{len(inside)} files of rows came in {ended - began:.0f} s; give --seconds for several")
-        rows = sum(pq.read_metadata(path).num_rows for _, path in inside[1:])
-        return float(rows / (inside[-1][0] - inside[0][0]))
-
     def end(self) -> None:
         self._client.batches.cancel(self._id)
         deadline = time.monotonic() + PATIENCE_S
@@ -103,6 +91,19 @@ class Batch:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the batch is still {status}")
             time.sleep(LOOK_S)
+
+
+def lines_per_s(folder: Path, began: float, ended: float) -> float:
+    """Between the first and the last file of rows of a phase (seconds since 1970); ValueError if there are no two.
+
+    What came with the first file was made before it, and does not count.
+    """
+    times = sorted((path.stat().st_mtime, path) for path in folder.glob("*.parquet"))
+    inside = [(at, path) for at, path in times if began <= at <= ended]
+    if len(inside) < 2:
+        raise ValueError(f"{len(inside)} files of rows came in {ended - began:.0f} s; give --seconds for several")
+    rows = sum(pq.read_metadata(path).num_rows for _, path in inside[1:])
+    return float(rows / (inside[-1][0] - inside[0][0]))
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def measure(url: str, storage: Path, arguments: argparse.Namespace) -> dict[str,
         else:
             time.sleep(arguments.seconds)
         batch.check_it_runs()
-        pace = arguments.tokens * batch.lines_per_s(began, time.time())
+        pace = arguments.tokens * lines_per_s(batch.data, began, time.time())
         rates[phase].append(pace)
         print(json.dumps({"phase": phase, "batch_tokens_per_s": pace}), file=sys.stderr, flush=True)
 

@@ -1,6 +1,7 @@
 """The benchmark of batches beside online requests: its sums, and its phases. What it measures takes a quiet machine."""
 
 import argparse
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.generator import Generator, GeneratorConfig
-from benchmarks.batches_beside_online import Progress, measure, summary
+from benchmarks.batches_beside_online import lines_per_s, measure, summary
 from pipeline.batches.ending import end_batch
 from pipeline.batches.storage import BatchRecord, ClientStorage, Storage
 from pipeline.bench.load import Outcome, Work
@@ -20,18 +21,19 @@ from tests.support.service_helpers import local, make_endpoint
 SESSION = "0" * 12
 
 
-def test_the_pace_of_a_batch_is_that_between_its_files() -> None:
-    progress = Progress()
-    for at, lines in ((0, 0), (1, 0), (2, 64), (3, 64), (7, 128), (12, 192), (13, 192), (20, 256)):
-        progress.add(at, lines)
-    assert progress.lines_per_s(1.5, 15) == pytest.approx(128 / 10), "from 64 lines at 2 s to 192 at 12 s"
+def test_the_pace_of_a_batch_is_that_between_its_files(tmp_path: Path) -> None:
+    for at in (2, 7, 12, 20):
+        pq.write_table(pa.table({"id": [str(n) for n in range(64)]}), tmp_path / f"{at}.parquet")
+        os.utime(tmp_path / f"{at}.parquet", (at, at))
+    assert lines_per_s(tmp_path, 1.5, 15) == pytest.approx(128 / 10), "the 64 lines at 7 s and at 12 s, since 2 s"
     with pytest.raises(ValueError, match="1 files of rows came in 4 s"):
-        progress.lines_per_s(10, 14)
+        lines_per_s(tmp_path, 10, 14)
 
 
 def test_latencies_are_of_all_rounds_and_ratios_of_each() -> None:
     def answers(*seconds: float) -> list[Outcome]:
-        return [Outcome(Work(1.0, "a", 8), status=200, first_s=1.0 + value) for value in seconds]
+        work = Work(1.0, "a", 8)
+        return [Outcome(work, status=200, sent_s=1.002, first_s=1.0 + value) for value in seconds]
 
     rates = {
         "batch": [100.0, 200.0, 100.0],
@@ -43,6 +45,7 @@ def test_latencies_are_of_all_rounds_and_ratios_of_each() -> None:
     assert found["ttft_ratio"] == {"p50": pytest.approx(2), "p99": pytest.approx(2.98)}
     assert found["throughput_ratio"] == {"median": pytest.approx(0.8), "rounds": pytest.approx([0.9, 0.5, 0.8])}
     assert found["requests"] == {"online": 3, "both": 3}
+    assert found["late_p99_ms"] == {"online": pytest.approx(2), "both": pytest.approx(2)}
 
 
 class Rows(threading.Thread):
@@ -91,7 +94,7 @@ def test_the_phases(tiny_checkpoint: Path, tmp_path: Path) -> None:
     asked = argparse.Namespace(rate=4.0, seconds=1.5, tokens=4, lines=600, rounds=2, seed=0)
     try:
         with local(endpoint) as url:
-            found = measure(url, asked)
+            found = measure(url, tmp_path, asked)
     finally:
         decoding.stops.set()
         decoding.join()
