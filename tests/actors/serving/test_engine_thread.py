@@ -84,14 +84,14 @@ def test_asking_when_to_come_back_disturbs_nobody(generator: Generator, monkeypa
     sys.setswitchinterval(1e-6)
     try:
         thread = EngineThread(engine, heard.extend, max_waiting=5, stall_s=60)
-        deadline = time.monotonic() + 0.3
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while len(heard) <= 1000:
             assert thread.retry_after_s() >= 1
+            assert time.monotonic() < deadline
         thread.check()
         thread.stop()
     finally:
         sys.setswitchinterval(interval)
-    assert len(heard) > 1000
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
@@ -118,17 +118,18 @@ def test_a_step_that_hangs_is_noticed(generator: Generator, monkeypatch: pytest.
     engine, go_on = engine_of(generator), threading.Event()
     told: list[Progress] = []
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: step() if go_on.wait(20) else [])
-    thread = EngineThread(engine, told.extend, max_waiting=5, stall_s=0.1)
+    monkeypatch.setattr(engine, "step", lambda: step() if go_on.wait(60) else [])
+    thread = EngineThread(engine, told.extend, max_waiting=5, stall_s=50)
     thread.submit(pool_of(2), nothing)
+    wait_for(lambda: thread._step_started is not None, timeout_s=20)
     thread.check()
-    time.sleep(0.2)
+    thread._step_started = time.monotonic() - 51
     for _ in range(2):
-        with pytest.raises(EngineDead, match=r"more than 0.1 s"):
+        with pytest.raises(EngineDead, match=r"more than 50 s"):
             thread.check()
     assert [one.ticket.request.id for one in told if one.is_dead] == ["0", "1"]
     go_on.set()
     wait_for(lambda: not thread._thread.is_alive(), timeout_s=20)
     assert [one.ticket.request.id for one in told if one.is_dead] == ["0", "1"]
-    with pytest.raises(EngineDead, match=r"more than 0.1 s"):
+    with pytest.raises(EngineDead, match=r"more than 50 s"):
         thread.check()

@@ -95,7 +95,7 @@ def test_a_dead_cluster_is_named_soon(address: str) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: ") as caught:
         check_cluster(address, pytest.fail)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "within a minute"
     assert f"the Ray cluster at {address} cannot be joined (" in str(caught.value)
     assert "unset RAY_ADDRESS to run on this machine alone" in str(caught.value)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,14 @@ def test_a_full_queue_is_429_at_once(url: str, endpoint: Endpoint, monkeypatch: 
     assert post(url).status_code == 200
 
 
-@pytest.mark.parametrize("endpoint", [{"limits": {"request_timeout_s": 0.15}}], indirect=True)
+@pytest.mark.parametrize("endpoint", [{"limits": {"request_timeout_s": 2}}], indirect=True)
 def test_too_slow_is_408_and_frees_the_row(url: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream too, which has not begun."""
     is_free = hold_steps(endpoint, monkeypatch)
-    assert error_of(post(url, max_tokens=100, ignore_eos=True)) == (408, "timeout")
-    assert error_of(post(url, max_tokens=100, ignore_eos=True, stream=True)) == (408, "timeout")  # it had not begun
+    with ThreadPoolExecutor(2) as pool:
+        ask = partial(post, url, max_tokens=100, ignore_eos=True)
+        answers = [pool.submit(ask, stream=stream) for stream in (False, True)]
+        assert [error_of(answer.result()) for answer in answers] == [(408, "timeout")] * 2
     is_free.set()
     wait_for(lambda: endpoint.engine.counts.cancelled == 2 and endpoint.engine.is_idle)
     assert endpoint.num_responses == endpoint.num_answering == 0
