@@ -44,13 +44,14 @@ PYPI_NAMES = {
 }
 ARROWS = {
     "skipdecode": {
+        "user_cache": set(),
         "config": set(),
         "families": {"config"},
-        "backends": {"config"},
+        "backends": {"config", "user_cache"},
         "schedules": {"config"},
         "cost": {"config", "schedules"},
         "kv": {"backends", "config"},
-        "checkpoint": {"config", "families", "model", "schedules"},
+        "checkpoint": {"config", "families", "model", "schedules", "user_cache"},
         "api": {"checkpoint", "config", "engine", "model", "schedules"},
         "lm_eval": {"api", "checkpoint", "config", "engine", "model"},
         "model": {"backends", "config", "kv", "schedules"},

@@ -1,9 +1,7 @@
 """Compiles the kernels of `cpp/` with the machine's C++ compiler, once per back end. Imports no torch by itself.
 
-Libraries are cached in the user's cache folder with a hash beside them; their names depend on everything that the
-machine code depends on. The hash finds damaged files. What protects against other users is that folder and files must
-belong to this user and be writable for nobody else; otherwise each process compiles for itself in a folder of its own.
-Which back end is wanted is up to `skipdecode.backends.choice`.
+Libraries are cached (`skipdecode.user_cache`) with a hash beside them, which finds damaged files; their names depend on
+everything that the machine code depends on. Which back end is wanted is up to `skipdecode.backends.choice`.
 """
 
 import contextlib
@@ -12,10 +10,8 @@ import fcntl
 import hashlib
 import os
 import platform
-import secrets
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -23,6 +19,8 @@ from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+
+from skipdecode.user_cache import keep, open_cache, open_own
 
 FOLDER = Path(__file__).parent / "cpp"
 # Sums may be reordered, or they could not be vectorised. Not -ffast-math, which links code that flushes subnormal
@@ -116,27 +114,24 @@ def find_compiler() -> list[str]:
 
 
 def _keep(made: Path) -> None:
-    """Moves the library and its hash to the cache atomically, since several workers of a machine may start at once."""
+    """Puts the library and its hash into the cache."""
     content = made.read_bytes()
-    with _open_cache() as cache:
+    with open_cache() as cache:
         if cache is None:
             return
-        for name, data in ((_hash_of(made.name), hashlib.sha256(content).hexdigest().encode()), (made.name, content)):
-            new = f"{name}.{secrets.token_hex(8)}"
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=cache), "wb") as file:
-                file.write(data)
-            os.replace(new, name, src_dir_fd=cache, dst_dir_fd=cache)
+        keep(cache, _hash_of(made.name), hashlib.sha256(content).hexdigest().encode())
+        keep(cache, made.name, content)
 
 
 def _load_kept(name: str) -> ctypes.CDLL | None:
     """The library of that name in the cache; None if it is not there, damaged, or could be another user's."""
-    with _open_cache() as cache:
+    with open_cache() as cache:
         if cache is None:
             return None
         try:
-            with os.fdopen(_open_own(_hash_of(name), cache), "rb") as file:
+            with os.fdopen(open_own(_hash_of(name), cache), "rb") as file:
                 digest = file.read()
-            library = _open_own(name, cache)
+            library = open_own(name, cache)
         except OSError:
             return None
     with os.fdopen(library, "rb", closefd=False) as file:
@@ -153,7 +148,7 @@ def _load_kept(name: str) -> ctypes.CDLL | None:
 def _build_lock(name: str) -> Iterator[None]:
     """Lets one process of a machine compile the library, and the others wait for it, but not for one that hangs."""
     lock = None
-    with _open_cache() as cache, contextlib.suppress(OSError):  # a read-only folder: every process compiles for itself
+    with open_cache() as cache, contextlib.suppress(OSError):  # a read-only folder: every process compiles for itself
         if cache is not None:
             lock = os.open(f"{name}.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=cache)
             deadline = time.monotonic() + TIMEOUT_S
@@ -172,32 +167,6 @@ def _is_locked(file: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _open_cache() -> Iterator[int | None]:
-    """A descriptor of the cache folder, which is created if necessary; None if it is not this user's alone."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode-ray"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        cache = _open_own(folder, None, os.O_DIRECTORY)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        yield None
-        return
-    try:
-        yield cache
-    finally:
-        os.close(cache)
-
-
-def _open_own(path: str | Path, folder: int | None, flags: int = 0) -> int:
-    """Opens what belongs to this user and is writable for nobody else. OSError for anything else, links included."""
-    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=folder)
-    found = os.fstat(opened)
-    if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return opened
-    os.close(opened)
-    raise PermissionError(f"{path}: another user could have changed it")
 
 
 def _hash_of(name: str) -> str:

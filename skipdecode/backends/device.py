@@ -7,7 +7,7 @@ compared with torch before it is chosen (`kernel_self_test`), and again at the s
 
 import os
 from functools import cache
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.backends.kernel_self_test import KernelShape, self_test
 from skipdecode.config.model import DecoderConfig
+from skipdecode.user_cache import own_folder
 
 # On Hopper torch prefers cuDNN for attention with a mask. It caches plans by batch size, columns and strides, and each
 # takes 20 to 40 ms to build, so nearly every step would pay; with a mask its backward pass sometimes gives NaN. It is
@@ -26,6 +27,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 MIN_CAPABILITY = (8, 0)
 """Ampere and later, which multiply bfloat16 (A100, L4); nothing older is tested."""
+TRITON_CACHE: Final = "TRITON_CACHE_DIR"
+"""Triton's own variable."""
 
 
 _unfit: dict[KernelShape, str] = {}
@@ -101,6 +104,13 @@ def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
             return
 
 
+def use_own_triton_cache() -> None:
+    """Lets Triton keep what it compiles beside our kernels, unless the user has named a folder: it loads what it finds
+    there, whoever has written it."""
+    if not os.environ.get(TRITON_CACHE):
+        os.environ[TRITON_CACHE] = str(own_folder("triton"))
+
+
 def _device_name() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
@@ -122,6 +132,7 @@ def _triton_problem() -> str | None:
         return "the kernels are for NVIDIA devices"
     if (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
+    use_own_triton_cache()
     try:
         from skipdecode.backends.triton_kernels import TritonKernels
     except ImportError as error:

@@ -2,7 +2,7 @@
 `tekken.json` (Mistral), or `vocab.json` with `merges.txt`.
 
 transformers' `AutoTokenizer` runs once on a machine, in a process of its own (this file), since it loads torch. What it
-makes is kept in a cache, and whoever reads rows loads the light file alone.
+makes is kept in the user's cache (`skipdecode.user_cache`), and whoever reads rows loads the light file alone.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,34 +20,38 @@ PACKAGES = {"tokenizer.model": "sentencepiece and protobuf", "tekken.json": "mis
 """What transformers needs to read them, which this project does not bring."""
 
 
-def converted(folder: Path) -> Path:
-    """A folder with the tokenizer.json that `AutoTokenizer` makes of the files in `folder`, which has none. ValueError
-    says what to do if it makes none."""
+def converted(folder: Path) -> str:
+    """The tokenizer.json that `AutoTokenizer` makes of the files in `folder`, which has none. ValueError says what to
+    do if it makes none."""
+    from skipdecode.user_cache import keep, open_cache, open_own  # here: this file is a program, too
+
     found = [name for name in SOURCES if (folder / name).is_file()]
     if not found:
         raise ValueError(f"{folder}: no tokenizer.json; set model.tokenizer to a folder that has one")
-    target = cache_folder() / _digest(folder)
-    if (target / "tokenizer.json").is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as made:
+    name = f"tokenizer-{_digest(folder)}.json"
+    with open_cache() as cache:
+        if cache is not None:
+            with suppress(OSError), os.fdopen(open_own(name, cache), "rb") as kept:
+                return kept.read().decode()
+        text = _convert(folder, found[0])
+        if cache is not None:
+            with suppress(OSError):  # a read-only folder: every process converts for itself
+                keep(cache, name, text.encode())
+    return text
+
+
+def _convert(folder: Path, source: str) -> str:
+    with tempfile.TemporaryDirectory() as made:
         command = [sys.executable, "-P", __file__, str(folder), made]  # -P: its folder is no place for imports
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         if done.returncode or not (Path(made) / "tokenizer.json").is_file():
             reason = (done.stderr.strip().splitlines() or ["it wrote none"])[-1][-500:]
-            needs = f" (it needs {PACKAGES[found[0]]})" if found[0] in PACKAGES else ""
+            needs = f" (it needs {PACKAGES[source]})" if source in PACKAGES else ""
             raise ValueError(
-                f"{folder}: {found[0]} and no tokenizer.json, and transformers makes none of it{needs}: {reason}; or "
+                f"{folder}: {source} and no tokenizer.json, and transformers makes none of it{needs}: {reason}; or "
                 "set model.tokenizer to a folder that has one"
             )
-        if not target.exists():
-            Path(made).rename(target)  # atomic; another process may be as far
-            Path(made).mkdir()  # which the end of the block removes
-    return target
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "skipdecode" / "tokenizers"
+        return (Path(made) / "tokenizer.json").read_text(encoding="utf-8")
 
 
 def _digest(folder: Path) -> str:

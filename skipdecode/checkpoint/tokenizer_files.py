@@ -30,10 +30,11 @@ def load_folder(folder: Path, vocab_size: int, *, is_file_alone: bool) -> Tokeni
     that of `TokenizerRules`.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        path, is_file_alone = converted(folder) / "tokenizer.json", True
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    else:
+        text, is_file_alone = converted(folder), True
     settings = read_mapping(folder / "tokenizer_config.json")
-    text = path.read_text(encoding="utf-8")
     kind = settings.get("tokenizer_class") or read_mapping(folder / "config.json").get("tokenizer_class") or ""
     # a byte-level tokenizer is no LlamaTokenizer, even if the files say so
     is_llama = str(kind).removesuffix("Fast") == "LlamaTokenizer" and not is_file_alone
