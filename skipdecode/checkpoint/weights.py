@@ -38,6 +38,8 @@ MIN_BITS = 2
 """The smallest weights that a file may hold take more (GGUF's Q2_K has 2.6)."""
 ROTARY_TABLE_BYTES = 1 << 30
 """A table of rotary positions may have so many bytes, or as many as the weights."""
+MADE_VALUES = ROTARY_TABLE_BYTES // 4
+"""Of a model of transformers, those that no file holds: tables of positions, masks."""
 
 
 def hf_parts(name: str, config: DecoderConfig) -> list[tuple[str, int]]:
@@ -82,6 +84,7 @@ def load_model(
 
         refuse_adapter(config, adapter)
         assert len(devices) < 2, "layers of transformers on several devices"
+        _check_size(folder, config, open_weights(folder))
         return load_wrapped(folder, config, device=device, dtype=dtype)
     if adapter is not None:
         config = adapted(config, Path(adapter).expanduser())
@@ -285,6 +288,16 @@ def _check_shape(folder: Path, config: DecoderConfig, names: Collection[str], nu
                 )
 
 
+def _check_size(folder: Path, config: WrappedConfig, files: Sequence[WeightFile]) -> None:
+    """ValueError for a model of more values than its files can hold: transformers would make those that are missing."""
+    num_bytes = sum(file.path.stat().st_size for file in files)
+    if config.num_values > num_bytes * 8 // MIN_BITS + MADE_VALUES:
+        raise ValueError(
+            f"{folder}: config.json asks for a model of {config.num_values} values, and the weight files have "
+            f"{num_bytes} bytes"
+        )
+
+
 def _check_tensor(folder: Path, name: str, stored: StoredTensor, part: Part) -> None:
     """ValueError for a tensor that cannot be `part`."""
     if not stored.is_float:
@@ -342,7 +355,9 @@ def check_folder(
     config = config or read_config(folder)
     if isinstance(config, WrappedConfig):
         refuse_adapter(config, adapter)
-        for file in open_weights(folder):
+        files = open_weights(folder)
+        _check_size(folder, config, files)
+        for file in files:
             _ = file.stored  # reads the header
         return config_remarks(folder, config)
     match = match_files(folder, config)

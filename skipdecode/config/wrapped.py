@@ -26,6 +26,8 @@ class WrappedConfig(DecoderConfig):
     """[L] `kv_shape` of each layer."""
     layer_weights: int = 0
     """Weights of a layer, all experts included; the mean over layers."""
+    num_values: int = 0
+    """Of all weights and buffers, which transformers takes memory for, whatever the files hold."""
     tie_word_embeddings: bool = False
     rules: TokenizerRules = field(default_factory=TokenizerRules)
     """`tokenizer_rules`: those of our family of that type, where there is one."""

@@ -41,9 +41,9 @@ def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> Wr
     known |= sizes | {"eos_token_id": read_eos("eos_token_id", ends)}
     known |= {key: getattr(text, key, None) for key in ("bos_token_id", "pad_token_id")}
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    shapes, layer_weights = _look_at_layers(config, sizes["num_hidden_layers"])
-    own = {"type_name": str(raw["model_type"]), "kv_shapes": shapes, "layer_weights": layer_weights, "rules": rules}
-    return WrappedConfig(**known | own | {"tie_word_embeddings": tied})
+    own = _look_at_layers(config, sizes["num_hidden_layers"])
+    own |= {"type_name": str(raw["model_type"]), "rules": rules, "tie_word_embeddings": tied}
+    return WrappedConfig(**known | own)
 
 
 def _read(folder: Path, raw: dict[str, Any]) -> Any:
@@ -104,8 +104,8 @@ class _KVShapes:
         self.of_layer[layer] = (k.shape[1], k.shape[3], v.shape[3])
 
 
-def _look_at_layers(config: Any, num_layers: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """Of the model that `config` describes: `kv_shapes` [L] and `layer_weights`."""
+def _look_at_layers(config: Any, num_layers: int) -> dict[str, Any]:
+    """The fields of `WrappedConfig` that are found by a look at the model that `config` describes."""
     where = f"model_type {config.model_type!r}"
     try:
         with torch.device("meta"), torch.no_grad():
@@ -121,7 +121,11 @@ def _look_at_layers(config: Any, num_layers: int) -> tuple[tuple[tuple[int, int,
     except Exception as error:  # of transformers, of torch, or of a missing library that some part wants
         raise ValueError(f"{where} cannot run: {_reason(error, config)}") from error
     weights = sum(p.numel() for layer in hollow.layers for p in layer.parameters())
-    return tuple(view.of_layer[number] for number in range(num_layers)), weights // num_layers
+    return {
+        "kv_shapes": tuple(view.of_layer[number] for number in range(num_layers)),
+        "layer_weights": weights // num_layers,
+        "num_values": sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())),
+    }
 
 
 def _run_to_attention(layer: nn.Module, h: Tensor, arguments: Arguments, view: _KVShapes, number: int) -> None:

@@ -21,6 +21,7 @@ from skipdecode.checkpoint.tokenizer import Tokenizer as OurTokenizer
 from skipdecode.checkpoint.weights import check_folder, load_model
 from skipdecode.families import config_of
 from tests.support.measured_memory import most_bytes
+from tests.support.wrapped_models import small_config
 
 Factory = Callable[..., Path]
 SHAPE = {
@@ -80,6 +81,25 @@ def test_learned_positions_that_the_files_cannot_fill(checkpoint_factory: Factor
 
 def test_a_long_context_of_a_small_model_is_taken(llama: Path) -> None:
     check_folder(change(llama, max_position_embeddings=131072))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("olmo2", {"vocab_size": 2**40}),
+        ("olmo2", {"intermediate_size": 2**40}),
+        ("mixtral", {"num_local_experts": 2**30}),
+        ("gpt2", {"n_positions": 2**40}),
+        ("gptj", {"n_positions": 2**40}),
+    ],
+)
+def test_a_model_of_transformers_that_the_files_cannot_fill(tmp_path: Path, kind: str, keys: dict[str, int]) -> None:
+    """It would take memory for what the files lack, before it says that they do."""
+    config = small_config(kind).to_dict() | {"num_hidden_layers": 2, "n_layer": 2, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | keys))
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    match = r"config\.json asks for a model of \d{10,} values, and the weight files have \d{3} bytes"
+    refuse(tmp_path, match)
 
 
 def as_bin(folder: Path, tensors: Any) -> Path:

@@ -84,5 +84,7 @@ def test_the_shape_is_found_without_weights(tmp_path: Path) -> None:
     assert config.kv_dim == 4 * (24 + 16) // 2
     layers = small_model("deepseek_v2").model.layers
     assert config.layer_weights == sum(p.numel() for p in layers.parameters()) // L
+    model = small_model("deepseek_v2")
+    assert config.num_values == sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     assert pickle.loads(pickle.dumps(config)) == config
     assert hash(config) == hash(pickle.loads(pickle.dumps(config)))
