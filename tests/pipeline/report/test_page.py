@@ -92,6 +92,12 @@ def test_runs_side_by_side_are_text(report: dict[str, Any]) -> None:
     assert "img" not in page.tags
 
 
+def test_a_name_with_dollars_is_no_mathematics(report: dict[str, Any]) -> None:
+    runs = [ComparedRun("runs/a$b$", report, STATE), ComparedRun("b", report, STATE)]
+    plots = re.findall(r"<svg.*?</svg>", _page(runs, figures(runs), {}), re.DOTALL)
+    assert [plot.count(">runs/a$b$<") for plot in plots] == [1, 1]
+
+
 def test_credentials_are_not_shown(report: dict[str, Any]) -> None:
     state = copy.deepcopy(STATE)
     state["model"]["source"] = "s3://key:secret@bucket/m"
