@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipdecode.backends.torch_sampling import likeliest, pick_by_sort
+from skipdecode.backends.torch_sampling import likeliest, mask, pick_by_sort
 from skipdecode.config.model import FeedForwardKind, Quantization
 
 Activation = Literal["none", "relu", "swiglu", "geglu"]
@@ -178,9 +178,10 @@ class PackedWeight(Protocol):
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         """Writes the product of x [B, in], without a bias, to `out` [B, out], and returns it."""
 
-    def argmax(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The index of the largest output, without a bias, the lower of two equal ones; NO_TOKEN where one is NaN or
-        +inf: [B, in] -> [B] int64."""
+        +inf: [B, in] -> [B] int64. `allowed` [B, ceil(out / 32)] int32: bits of the outputs that count
+        (`Backend.mask`)."""
 
     def ordered(self, bias: Tensor) -> Tensor:
         """A bias [out], in the order in which the weight's outputs are packed."""
@@ -346,6 +347,10 @@ class Backend:
     def argmax(self, logits: Tensor) -> Tensor:
         """[B, V] -> [B] int64; the lower index where two are equal, NO_TOKEN where one is NaN or +inf."""
         return likeliest(logits)
+
+    def mask(self, logits: Tensor, allowed: Tensor) -> Tensor:
+        """Makes logits [B, V] -inf, in place, where the bit in `allowed` [B, ceil(V / 32)] int32 is 0: the logits."""
+        return mask(logits, allowed)
 
     def draw(
         self,

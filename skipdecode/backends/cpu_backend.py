@@ -121,6 +121,10 @@ class CompiledBackend(Backend):
     def argmax(self, logits: Tensor) -> Tensor:
         return cpu_kernels.argmax(logits) if cpu_kernels.is_available(logits) else super().argmax(logits)
 
+    def mask(self, logits: Tensor, allowed: Tensor) -> Tensor:
+        is_ours = cpu_kernels.is_available(logits) and logits.is_contiguous()
+        return cpu_kernels.mask(logits, allowed) if is_ours else super().mask(logits, allowed)
+
     def draw(
         self,
         logits: Tensor,
@@ -228,8 +232,8 @@ class _Kernel:
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self(x, None))
 
-    def argmax(self, x: Tensor) -> Tensor:
-        return cpu_kernels.argmax_linear(x, self.weight, self.outputs)
+    def argmax(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        return cpu_kernels.argmax_linear(x, self.weight, self.outputs, allowed)
 
     def ordered(self, bias: Tensor) -> Tensor:
         return cpu_weights.interleave(bias) if self.is_gated else bias
@@ -267,8 +271,9 @@ class _OneDNN:
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self(x, None))
 
-    def argmax(self, x: Tensor) -> Tensor:
-        return CPU.argmax(self(x, None))
+    def argmax(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        logits = self(x, None)
+        return CPU.argmax(logits if allowed is None else CPU.mask(logits, allowed))
 
     def ordered(self, bias: Tensor) -> Tensor:
         return bias

@@ -168,12 +168,30 @@ def linear(
     return out
 
 
-def argmax_linear(x: Tensor, packed: Weight, outputs: int) -> Tensor:
-    """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] -> [B] int64."""
+def mask(logits: Tensor, allowed: Tensor) -> Tensor:
+    """`torch_sampling.mask`, in place: [B, V] and [B, ceil(V / 32)] int32 -> the logits."""
+    assert logits.is_contiguous(), logits.stride()
+    _check_allowed(allowed, *logits.shape)
+    function("mask", logits.dtype)(*logits.shape, allowed.data_ptr(), logits.data_ptr(), torch.get_num_threads())
+    return logits
+
+
+def _check_allowed(allowed: Tensor, rows: int, outputs: int) -> None:
+    """Whether these are bits of `rows` times `outputs`."""
+    assert allowed.dtype == torch.int32, allowed.dtype
+    assert allowed.shape == (rows, -(-outputs // 32)), (allowed.shape, rows, outputs)
+    assert allowed.is_contiguous(), allowed.stride()
+
+
+def argmax_linear(x: Tensor, packed: Weight, outputs: int, allowed: Tensor | None = None) -> Tensor:
+    """`argmax(linear(x, packed, outputs, None))` without the logits in between: [B, in] -> [B] int64. `allowed`
+    [B, ceil(outputs / 32)] int32: masks them before (`mask`)."""
     weight = operand_of(packed, outputs)
     assert x.dtype == weight.rows, (x.dtype, weight.kind)
     assert x.shape[1] == weight.inputs, (x.shape, weight.inputs)
     x = x if x.stride(1) == 1 else x.contiguous()
+    if allowed is not None:
+        _check_allowed(allowed, len(x), outputs)
     out = torch.empty(len(x), dtype=torch.int64)
     function("argmax_linear", weight.kind)(
         len(x),
@@ -182,6 +200,7 @@ def argmax_linear(x: Tensor, packed: Weight, outputs: int) -> Tensor:
         x.data_ptr(),
         x.stride(0),
         *weight.pointers,
+        None if allowed is None else allowed.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )

@@ -24,12 +24,13 @@ ARGUMENTS = {
     "store": [*[POINTER] * 2, INT64, *[POINTER] * 3, INT64, *[POINTER] * 8, INT],
     "attend": [POINTER, INT64, *[POINTER] * 3, INT64, *[POINTER] * 2, INT64, *[POINTER] * 5, INT],
     "argmax": [INT64, INT64, POINTER, POINTER, INT],
+    "mask": [INT64, INT64, POINTER, POINTER, INT],
     "draw": [INT64, INT64, *[POINTER] * 6, INT],
     "pack": [INT64, INT64, POINTER, POINTER],
     "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
     "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT, POINTER, POINTER, INT],
-    "argmax_linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT],
-    "argmax_linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT],
+    "argmax_linear": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 3, INT],
+    "argmax_linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 5, INT],
 }
 
 

@@ -29,6 +29,7 @@ from skipdecode.backends.backend import (
     activate,
 )
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
+from skipdecode.backends.torch_sampling import mask
 from skipdecode.config.model import Quantization
 
 
@@ -51,8 +52,9 @@ class CudaWeight:
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         return torch.mm(x, self.weight.t(), out=out)
 
-    def argmax(self, x: Tensor) -> Tensor:
-        return self.kernels.argmax(F.linear(x, self.weight))
+    def argmax(self, x: Tensor, allowed: Tensor | None = None) -> Tensor:
+        logits = F.linear(x, self.weight)
+        return self.kernels.argmax(logits if allowed is None else mask(logits, allowed))
 
     def ordered(self, bias: Tensor) -> Tensor:
         return bias

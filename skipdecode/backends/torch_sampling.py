@@ -17,6 +17,13 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1).masked_fill(_is_wrong(logits.amax(dim=-1)), NO_TOKEN)
 
 
+def mask(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Makes logits [B, V] -inf, in place, where the bit in `allowed` [B, ceil(V / 32)] int32 is 0; the logits."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (allowed.contiguous().view(torch.uint8)[..., None] >> shifts) & 1  # [B, bytes, 8]
+    return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, -torch.inf)
+
+
 def _is_wrong(largest: Tensor) -> Tensor:
     """Whether the largest logit of a row, NaN where one is, shows that the row means nothing."""
     return ~(largest < torch.inf)

@@ -8,7 +8,7 @@ V vocabulary.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +51,35 @@ class GrammarMatcher:
         """Writes which tokens may follow, a bit each, into contiguous int32 [ceil(V / 32)]; RuntimeError where the
         grammar is too complex to say."""
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._finish(bits)
+
+    def _finish(self, bits: "np.ndarray") -> None:
+        """Checks what the library has written, and takes out tokens that would end the answer too early."""
         if self._matcher.is_error():
             raise RuntimeError(f"structured_outputs: {_reason(self._matcher.get_error())}")
         if not self.is_complete:  # a token that ends answers may have a text, too
             for token in self._ends:
                 bits.view("uint8")[token >> 3] &= ~(1 << (token & 7)) & 255
+
+
+def fill_all(matchers: Mapping[int, GrammarMatcher], bits: "np.ndarray", num_threads: int) -> None:
+    """`GrammarMatcher.fill` for rows of contiguous `bits` int32 [B, ceil(V / 32)], by so many threads."""
+    if num_threads == 1 or len(matchers) == 1:
+        for row, matcher in matchers.items():
+            matcher.fill(bits[row])
+        return
+    rows = [(matcher._matcher, row) for row, matcher in matchers.items()]
+    _executor(num_threads).unsafe_compute_mask_ptr(rows, bits.ctypes.data, bits.strides[0], len(bits))
+    for row, matcher in matchers.items():
+        matcher._finish(bits[row])
+
+
+@lru_cache(maxsize=1)
+def _executor(num_threads: int) -> Any:
+    """Threads that compute masks, which sleep in between."""
+    import llguidance
+
+    return llguidance.LLExecutor(num_threads)
 
 
 class Grammar:

@@ -97,8 +97,12 @@ class Sampling:
     @property
     def processes_logits(self) -> bool:
         """Whether tokens are chosen from other logits than the model's (`skipdecode.engine.logits_processor`)."""
-        is_biased = self.penalizes or bool(self.logit_bias) or self.min_new_tokens > 0 or self.has_min_p
-        return is_biased or self.structured_outputs is not None
+        return self.changes_logits or self.structured_outputs is not None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether more than a mask of allowed tokens is between the model's logits and the choice."""
+        return self.penalizes or bool(self.logit_bias) or self.min_new_tokens > 0 or self.has_min_p
 
     @property
     def penalizes(self) -> bool:

@@ -111,8 +111,9 @@ class ContinuousBatch:
             model.device
         )  # with the members, and the rows that want log-probabilities
         self._max_pending = MAX_PENDING[model.device.type] if max_pending is None else max_pending
-        self._process = LogitsProcessor(model.config.eos_token_ids)
+        self._process = LogitsProcessor(model.config.eos_token_ids, model.config.vocab_size, model.device)
         self._is_processed = False  # whether logits of any member are processed
+        self._has_changes = False  # whether that is more than a mask for any member
         self._depths = list[int]()  # layers run at step 0, 1, ..., as far as a row has come
         self.stats = BatchStats()
         """The sums over steps so far; what depends on the rows' ends is left to the caller."""
@@ -265,11 +266,12 @@ class ContinuousBatch:
             view.advance()
         ranges = ranges_by_age(steps, self._attn_ends, self._ffn_ends, swiftkv_from=self._swiftkv_from)
         h = self._feed(self._newest, view, ranges)
-        if self._params is None and not self._logprobs.is_asked and not self._is_processed:
-            newest = self.model.argmax(h[:, -1])
+        rows = [member.row for member in members]
+        if self._wants_argmax:
+            newest = self.model.argmax(h[:, -1], self._process.allowed(rows))
         else:
             logits = self.model.head(h[:, -1])
-            processed = self._process(logits, [member.row for member in members])
+            processed = self._process(logits, rows)
             newest = _choose(processed, members, self._params, [k + 1 for k in steps])
             self._logprobs.record(logits, newest)
         self._newest, self._view, self._num_steps = newest, view, self._num_steps + 1
@@ -354,6 +356,12 @@ class ContinuousBatch:
         self._logprobs.keep(rows)
         self._process.keep(set(rows))
         self._is_processed = any(row.request.sampling.processes_logits for row in rows)
+        self._has_changes = any(row.request.sampling.changes_logits for row in rows)
+
+    @property
+    def _wants_argmax(self) -> bool:
+        """True if of the logits only the largest is wanted, of the tokens that a row may have."""
+        return self._params is None and not self._logprobs.is_asked and not self._has_changes
 
 
 def check_continuous(schedule: Schedule) -> None:

@@ -7,7 +7,8 @@ Structured outputs then leave the tokens that the row's grammar allows.
 `skipdecode.model.sampler` has nothing left to cut.
 
 A row's logits depend on its own tokens alone, drafted ones included, so a draft and its verification see the same ones.
-Rows that ask for nothing keep the model's.
+Rows that ask for nothing keep the model's. What grammars allow is a bit for each token, which the fused argmax of the
+LM head takes as it is (`Decoder.argmax`), so that greedy batches with structures write no logits either.
 
 B rows, V vocabulary.
 """
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.torch_sampling import mask_unlikely
+from skipdecode.checkpoint.grammar import GrammarMatcher, fill_all
 from skipdecode.engine.request import Row
-from skipdecode.model.sampler import limits
+from skipdecode.model.sampler import limits, mask
 
 _NOTHING: list[int] = []
 
@@ -122,8 +124,9 @@ class _Change(NamedTuple):
 class LogitsProcessor:
     """The processor of a batch; it holds what it has counted of each row."""
 
-    def __init__(self, eos_token_ids: Collection[int]) -> None:
-        self._eos = tuple(eos_token_ids)
+    def __init__(self, eos_token_ids: Collection[int], vocab_size: int, device: torch.device) -> None:
+        """`device`: of the logits."""
+        self._eos, self._vocab_size, self._device = tuple(eos_token_ids), vocab_size, device
         self._counts: dict[Row, TokenCounts] = {}
         self._grammars: dict[Row, GrammarState] = {}
 
@@ -144,17 +147,19 @@ class LogitsProcessor:
         return self._grammars.get(row) or self._grammars.setdefault(row, GrammarState(row))
 
     def __call__(self, logits: Tensor, rows: Sequence[Row], drafted: Sequence[list[int]] = ()) -> Tensor:
-        """The logits [B, V] to choose from, float32 where anything changes; `logits` are left as they are.
+        """The logits [B, V] to choose from, float32 where more changes than the mask; `logits` are left as they are.
 
         `rows`: the row of each, of which the batch may have fewer; `drafted`: tokens after the row's own that each one
         follows.
         """
-        asking = [at for at, row in enumerate(rows) if row.is_running and row.request.sampling.processes_logits]
-        if not asking:
+        asking = [at for at, row in enumerate(rows) if row.is_running and row.request.sampling.changes_logits]
+        allowed = self.allowed(rows, drafted, len(logits))
+        if not asking and allowed is None:
             return logits
-        made = logits.to(torch.float32, copy=True)
+        made = logits.to(torch.float32 if asking else logits.dtype, copy=True)
         self._change(made, asking, rows, drafted)
-        self._mask(made, asking, rows, drafted)
+        if allowed is not None:
+            mask(made, allowed)
         limited = [at for at in asking if rows[at].request.sampling.has_min_p]
         if limited:
             where = to_device(limited, made.device)
@@ -163,23 +168,27 @@ class LogitsProcessor:
             )
         return made
 
-    def _mask(self, logits: Tensor, asking: Sequence[int], rows: Sequence[Row], drafted: Sequence[list[int]]) -> None:
-        """Leaves what the grammars of the rows `asking` allow, in place."""
-        structured = [at for at in asking if rows[at].request.sampling.structured_outputs is not None]
-        if not structured:
-            return
-        bits, masked = np.empty((len(structured), -(-logits.shape[-1] // 32)), np.int32), list[int]()
-        for at in structured:
+    def allowed(
+        self, rows: Sequence[Row], drafted: Sequence[list[int]] = (), num_rows: int | None = None
+    ) -> Tensor | None:
+        """Which tokens the grammars of rows allow: [B, ceil(V / 32)] int32, a bit for each; None if all rows may have
+        all. `rows` and `drafted` as for logits; `num_rows`: B, if it is not the number of `rows`."""
+        asking = [at for at, row in enumerate(rows) if row.is_running and row.request.grammar is not None]
+        if not asking:
+            return None
+        bits = np.full((num_rows or len(rows), -(-self._vocab_size // 32)), -1, np.int32)
+        matchers: dict[int, GrammarMatcher] = {}
+        for at in asking:
             state = self._state(rows[at])
-            if state.move_to(drafted[at] if drafted else _NOTHING):  # else a draft before it will be refused
-                state.matcher.fill(bits[len(masked)])
-                masked.append(at)
-        if masked:
-            packed = to_device(bits[: len(masked)].view(np.uint8), logits.device)
-            shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-            allowed = ((packed[..., None] >> shifts) & 1).flatten(1)[:, : logits.shape[-1]]  # [n, V]
-            where = to_device(masked, logits.device)
-            logits[where] = logits[where].masked_fill(allowed == 0, -torch.inf)
+            if not state.move_to(drafted[at] if drafted else _NOTHING):
+                continue  # a draft before it will be refused
+            if drafted:  # the matcher moves on to the row's next position
+                state.matcher.fill(bits[at])
+            else:
+                matchers[at] = state.matcher
+        if matchers:
+            fill_all(matchers, bits, torch.get_num_threads())
+        return to_device(bits, self._device)
 
     def _change(self, logits: Tensor, asking: Sequence[int], rows: Sequence[Row], drafted: Sequence[list[int]]) -> None:
         """Changes single logits of the rows `asking`, in place."""

@@ -96,7 +96,7 @@ class StaticBatch:
         self._logprobs = LogprobRecorder(self.rows, device)
         self._output: AsyncOutput[tuple[list[int], list[Row]]] = AsyncOutput(device)
         self._max_pending = MAX_PENDING[device.type] if max_pending is None else max_pending
-        self._process = LogitsProcessor(model.config.eos_token_ids)
+        self._process = LogitsProcessor(model.config.eos_token_ids, model.config.vocab_size, device)
         self._is_processed = any(row.request.sampling.processes_logits for row in self.rows)
         if self._is_processed:  # the next step's logits depend on the newest token
             self.check_every, self._max_pending = 1, 0

@@ -24,7 +24,7 @@ from skipdecode.model.layer import Layer, make_norm
 from skipdecode.model.layer_loop import run_layers, run_placed
 from skipdecode.model.linear import Linear, pack, product
 from skipdecode.model.pipeline_parallel import Placement, in_phases
-from skipdecode.model.sampler import argmax
+from skipdecode.model.sampler import argmax, mask
 from skipdecode.model.swiftkv import SwiftKV
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.layer_ranges import LayerRanges
@@ -208,11 +208,13 @@ class Decoder(nn.Module):
             return self.packed_head.into(x, out)
         return torch.mm(x, self.head_weight.t(), out=out)
 
-    def argmax(self, h: Tensor) -> Tensor:
-        """The most likely token, the lower id if two are equal: [B, D] -> [B] int64. Packed heads write no logits."""
+    def argmax(self, h: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The most likely token, the lower id if two are equal: [B, D] -> [B] int64. Packed heads write no logits.
+        `allowed` [B, ceil(V / 32)] int32: a bit for each token that a row may have; None: all."""
         if self.packed_head is not None:
-            return self.packed_head.argmax(self.head_states(h))
-        return argmax(self.head(h))
+            return self.packed_head.argmax(self.head_states(h), allowed)
+        logits = self.head(h)
+        return argmax(logits if allowed is None else mask(logits, allowed))
 
     @property
     def has_unpacked_head(self) -> bool:

@@ -71,6 +71,11 @@ def argmax(logits: Tensor) -> Tensor:
     return backend_on(logits.device).argmax(logits)
 
 
+def mask(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Makes logits [B, V] -inf, in place, where the bit in `allowed` [B, ceil(V / 32)] int32 is 0: the logits."""
+    return backend_on(logits.device).mask(logits, allowed)
+
+
 def pick(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor, *, cuts: bool = True
 ) -> Tensor:

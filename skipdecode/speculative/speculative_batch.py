@@ -271,8 +271,10 @@ class SpeculativeBatch(ContinuousBatch):
         model = self.model
         h = self._feed(tokens, view, ranges_by_age(steps, *self._draft_ends))[:, -1]
         if self._is_processed:
-            rows = [draft.member.row for draft in drafts]
-            logits = self._process(model.head(h), rows, [draft.tokens[1:] for draft in drafts])
+            rows, drafted = [draft.member.row for draft in drafts], [draft.tokens[1:] for draft in drafts]
+            if self._wants_argmax:
+                return model.argmax(h, self._process.allowed(rows, drafted))
+            logits = self._process(model.head(h), rows, drafted)
             return argmax(logits) if draws is None else self._drawn(logits, draws)
         if draws is None:
             return model.argmax(h) if head is None else head.argmax(model.head_states(h))
@@ -354,8 +356,9 @@ class SpeculativeBatch(ContinuousBatch):
         """The next token after each position, of `members[i]` and by its `draws` [N]; before it, what
         `top_logprobs` gives for the positions whose rows ask for log-probabilities. `drafted` as for
         `LogitsProcessor`."""
-        if self._params is None and not self._logprobs.is_asked and not self._is_processed:
-            return [], self.model.argmax(h.select(1, -1))
+        if self._wants_argmax:
+            allowed = self._process.allowed([member.row for member in members], drafted)
+            return [], self.model.argmax(h.select(1, -1), allowed)
         states, most = h.select(1, -1), max(len(self._members), FEW)
         if len(h) <= most:
             return self._choose_among(states, members, draws, drafted)

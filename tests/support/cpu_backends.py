@@ -41,6 +41,12 @@ def is_close(made: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(torch.all((made.float() - wanted).abs() <= relative * wanted.abs() + absolute))
 
 
+def some_allowed(rows: int, outputs: int, share: float, rng: torch.Generator) -> Tensor:
+    """Bits [rows, ceil(outputs / 32)] int32, of which about this share is set; those beyond the outputs, too."""
+    is_set = torch.rand(rows, -(-outputs // 32), 32, generator=rng) < share
+    return (is_set.long() << torch.arange(32)).sum(dim=-1).to(torch.int32)
+
+
 def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest whole numbers and their scales [out, 1], in float64; in between, float32 decides."""
     scales = weight.float().abs().amax(dim=1, keepdim=True) / 127

@@ -202,12 +202,35 @@ void argmax(int64_t rows, int64_t count, const T* logits, int64_t* out, int num_
   for (int64_t row = 0; row < rows; ++row) out[row] = likeliest(count, logits + row * count).token;
 }
 
+// -inf by its bits: the compiler takes all numbers for finite.
+inline uint32_t lowest(float) { return 0xff800000; }
+inline uint16_t lowest(bfloat16) { return 0xff80; }
+
+// Replaces logits whose bit in `allowed` [rows, ceil(count / 32)] is 0 by -inf.
+template <typename T>
+void mask(int64_t rows, int64_t count, const uint32_t* allowed, T* logits, int num_threads) {
+  const auto low = lowest(T{});
+  const int64_t words = (count + 31) / 32;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t word = 0; word < words; ++word) {
+      const uint32_t bits = allowed[row * words + word];
+      if (bits == ~0u) continue;
+      T* own = logits + row * count + 32 * word;
+      for (int64_t i = 0; i < std::min<int64_t>(32, count - 32 * word); ++i)
+        if (!(bits >> i & 1)) std::memcpy(own + i, &low, sizeof(T));
+    }
+}
+
 }  // namespace
 
 // logits [rows, count]; the other inputs have one element per row. top_k is at least 1.
 #define EXPORT(NAME, T)                                                                                                 \
   extern "C" void argmax_##NAME(int64_t rows, int64_t count, const T* logits, int64_t* out, int num_threads) {          \
     argmax<T>(rows, count, logits, out, num_threads);                                                                   \
+  }                                                                                                                     \
+  extern "C" void mask_##NAME(int64_t rows, int64_t count, const uint32_t* allowed, T* logits, int num_threads) {       \
+    mask<T>(rows, count, allowed, logits, num_threads);                                                                 \
   }                                                                                                                     \
   extern "C" void draw_##NAME(int64_t rows, int64_t count, const T* logits, const float* temperature,                   \
                               const int64_t* top_k, const float* top_p, const float* uniform, int64_t* out,             \

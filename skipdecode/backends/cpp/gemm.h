@@ -148,13 +148,19 @@ struct alignas(64) Largest {
   int32_t blocks[32];
 };
 
+// `allowed`: for each row a bit for each output of the block, `words` apart; null: all are allowed.
 template <typename T>
-inline void update_largest(const float* sums, int count, int64_t block, int64_t outputs, Largest* rows) {
+inline void update_largest(const float* sums, int count, int64_t block, int64_t outputs, const uint32_t* allowed,
+                           int64_t words, Largest* rows) {
   const int64_t left = outputs - 32 * block;
-  for (int r = 0; r < count; ++r)
+  const uint32_t real = left < 32 ? (1u << left) - 1 : ~0u;
+  for (int r = 0; r < count; ++r) {
+    const uint32_t lanes = allowed ? real & allowed[r * words] : real;
+    if (lanes == 0) continue;
     for (int half = 0; half < 32; half += 16)
-      keep_larger(rounded(load16(sums + 32 * r + half), T{}), left - half, int32_t(block), rows[r].values + half,
+      keep_larger(rounded(load16(sums + 32 * r + half), T{}), lanes >> half, int32_t(block), rows[r].values + half,
                   rows[r].blocks + half);
+  }
 }
 
 // Prefetches rows that other threads may have written; otherwise the product would wait for one line after another.

@@ -71,10 +71,12 @@ void pack(int64_t outputs, int64_t inputs, const T* weight, T* packed) {
 }
 
 // The output with the largest value of each row, the lowest index if several are equal as T: the argmax of what `linear`
-// computes, which is never written; NO_TOKEN if one is NaN or +inf. Each thread calls `multiply` with a callback that
-// receives its sums.
+// computes, which is never written; NO_TOKEN if one is NaN or +inf. `allowed` [rows, ceil(outputs / 32)]: a bit for each
+// output that counts, the others are -inf; null: all count. Each thread calls `multiply` with a callback that receives
+// its sums.
 template <typename T, typename Multiply>
-void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Multiply multiply) {
+void argmax_of(int64_t rows, int64_t outputs, const uint32_t* allowed, int64_t* out, int num_threads, Multiply multiply) {
+  const int64_t words = (outputs + 31) / 32;
   std::vector<float> best(rows, -FLT_MAX);
   for (int64_t row = 0; row < rows; ++row) out[row] = 0;  // if all values are -inf
 #pragma omp parallel num_threads(num_threads)
@@ -85,7 +87,8 @@ void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Mul
     for (int64_t row = 0; row < rows; ++row)
       for (int lane = 0; lane < 32; ++lane) largest[row].values[lane] = -FLT_MAX, largest[row].blocks[lane] = 0;
     multiply([&](const float* sums, int64_t row, int count, int64_t block) {
-      update_largest<T>(sums, count, block, outputs, largest + row);
+      const uint32_t* own = allowed ? allowed + row * words + block : nullptr;
+      update_largest<T>(sums, count, block, outputs, own, words, largest + row);
     });
 #pragma omp critical
     for (int64_t row = 0; row < rows; ++row)
@@ -100,11 +103,11 @@ void argmax_of(int64_t rows, int64_t outputs, int64_t* out, int num_threads, Mul
 }
 
 template <typename T>
-void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w, int64_t* out,
-                   int num_threads) {
+void argmax_linear(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride, const T* w,
+                   const uint32_t* allowed, int64_t* out, int num_threads) {
   thread_local Buffer<T> buffer;
   T* few = buffer.reserve((rows + 31) / 32 * 32 * inputs);
-  argmax_of<T>(rows, outputs, out, num_threads, [&](auto see) {
+  argmax_of<T>(rows, outputs, allowed, out, num_threads, [&](auto see) {
     to_few(rows, inputs, x, stride, few);
 #ifdef BACKEND_AMX
     if constexpr (READS_LINES<T>)
@@ -139,8 +142,8 @@ extern "C" int is_allowed() { return 1; }
     run(rows, outputs, inputs, x, stride, w, bias, residual, y, num_threads);                                           \
   }                                                                                                                     \
   extern "C" void argmax_linear_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride,       \
-                                       const T* w, int64_t* out, int num_threads) {                                     \
-    argmax_linear(rows, outputs, inputs, x, stride, w, out, num_threads);                                               \
+                                       const T* w, const uint32_t* allowed, int64_t* out, int num_threads) {            \
+    argmax_linear(rows, outputs, inputs, x, stride, w, allowed, out, num_threads);                                      \
   }
 FOR_EACH_TYPE(EXPORT)
 
@@ -186,14 +189,14 @@ extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const
 }
 
 extern "C" void argmax_linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const bfloat16* x, int64_t stride,
-                                   const int8_t* w, const float* scales, const int32_t* totals, int64_t* out,
-                                   int num_threads) {
+                                   const int8_t* w, const float* scales, const int32_t* totals, const uint32_t* allowed,
+                                   int64_t* out, int num_threads) {
   thread_local Buffer<uint8_t> tiles_buffer;
   thread_local Buffer<float> scales_buffer;
   const Int8Weight weight = {outputs, inputs, w, scales, totals, nullptr};
   const QuantizedRows quantized = {tiles_buffer.reserve((rows + 15) / 16 * weight.steps() * LINES),
                                    scales_buffer.reserve(rows), apart_of(rows)};
-  argmax_of<bfloat16>(rows, outputs, out, num_threads, [&](auto see) {
+  argmax_of<bfloat16>(rows, outputs, allowed, out, num_threads, [&](auto see) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) quantize_row(row, inputs, x + row * stride, quantized);
     multiply_int8({false}, rows, quantized, weight, see);

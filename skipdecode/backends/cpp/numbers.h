@@ -87,11 +87,12 @@ inline void store_first(bfloat16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first(count), narrow(x));
 }
 
-// Lanes < `count` of x that are larger than `values` replace them, and set `numbers` to `number`. NaN counts as +inf.
-inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, int32_t* numbers) {
+// Lanes of x that are larger than `values` replace them, and set `numbers` to `number`. NaN counts as +inf. `lanes`: a bit
+// for each lane that takes part.
+inline void keep_larger(Floats x, uint32_t lanes, int32_t number, float* values, int32_t* numbers) {
   const __m512 infinity = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000));
   x.v = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v, infinity);
-  const __mmask16 larger = _mm512_mask_cmp_ps_mask(first(count), x.v, _mm512_loadu_ps(values), _CMP_GT_OQ);
+  const __mmask16 larger = _mm512_mask_cmp_ps_mask(__mmask16(lanes), x.v, _mm512_loadu_ps(values), _CMP_GT_OQ);
   _mm512_mask_storeu_ps(values, larger, x.v);
   _mm512_mask_storeu_epi32(numbers, larger, _mm512_set1_epi32(number));
 }
@@ -173,9 +174,11 @@ inline void store_first(bfloat16* to, Floats x, int64_t count) {
   std::memcpy(to, made, count >= 16 ? sizeof(made) : count > 0 ? count * sizeof(bfloat16) : 0);
 }
 
-inline void keep_larger8(__m256 x, __m256i own, int32_t number, float* values, int32_t* numbers) {
+inline void keep_larger8(__m256 x, uint32_t lanes, int32_t number, float* values, int32_t* numbers) {
   const __m256 infinity = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
   x = _mm256_blendv_ps(x, infinity, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));  // NaN counts as +inf
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i own = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(lanes)), bits), bits);
   const __m256 before = _mm256_loadu_ps(values);
   const __m256i at = _mm256_loadu_si256(reinterpret_cast<__m256i*>(numbers));
   const __m256 larger = _mm256_and_ps(_mm256_cmp_ps(x, before, _CMP_GT_OQ), _mm256_castsi256_ps(own));
@@ -183,9 +186,9 @@ inline void keep_larger8(__m256 x, __m256i own, int32_t number, float* values, i
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers),
                       _mm256_blendv_epi8(at, _mm256_set1_epi32(number), _mm256_castps_si256(larger)));
 }
-inline void keep_larger(Floats x, int64_t count, int32_t number, float* values, int32_t* numbers) {
-  keep_larger8(x.a, first8(count), number, values, numbers);
-  keep_larger8(x.b, first8(count - 8), number, values + 8, numbers + 8);
+inline void keep_larger(Floats x, uint32_t lanes, int32_t number, float* values, int32_t* numbers) {
+  keep_larger8(x.a, lanes, number, values, numbers);
+  keep_larger8(x.b, lanes >> 8, number, values + 8, numbers + 8);
 }
 
 #endif

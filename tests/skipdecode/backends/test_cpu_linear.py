@@ -16,7 +16,7 @@ from actors.measuring.bench import random_model
 from skipdecode.backends import cpu_kernels, cpu_weights
 from skipdecode.backends.backend import Activation
 from skipdecode.backends.cpu_backend import check_int8
-from skipdecode.backends.torch_sampling import NO_TOKEN
+from skipdecode.backends.torch_sampling import NO_TOKEN, likeliest, mask
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.linear import Linear
 from tests.support.cpu_backends import (
@@ -30,6 +30,7 @@ from tests.support.cpu_backends import (
     nearest_int8,
     num_threads,
     product_dtype,
+    some_allowed,
 )
 from tests.support.cpu_llama_layers import assert_close
 from tests.support.examples import examples
@@ -102,7 +103,12 @@ def test_the_likeliest_output_is_that_of_the_logits(
     packed = cpu_weights.pack_int8(weight) if quantization else cpu_weights.pack(weight)
     with num_threads(threads):
         made = cpu_kernels.argmax_linear(x, packed, outputs)
-    assert torch.equal(made, cpu_kernels.argmax(cpu_kernels.linear(x, packed, outputs, None)))
+        logits = cpu_kernels.linear(x, packed, outputs, None)
+        assert torch.equal(made, cpu_kernels.argmax(logits))
+        for share in (0.02, 0.6):
+            allowed = some_allowed(rows, outputs, share, rng)
+            made = cpu_kernels.argmax_linear(x, packed, outputs, allowed)
+            assert torch.equal(made, likeliest(mask(logits.clone(), allowed)))
 
 
 def test_the_likeliest_output_of_strange_numbers(product_dtype: torch.dtype) -> None:
@@ -117,7 +123,13 @@ def test_the_likeliest_output_of_strange_numbers(product_dtype: torch.dtype) -> 
     assert 0 <= made[2] < 70, "a token, whatever it is: below all there is"
     assert made[3] == NO_TOKEN, "an overflow"
     weight[40, 3] = torch.nan  # a weight that has flipped
-    assert cpu_kernels.argmax_linear(x[:1], cpu_weights.pack(weight), 70).tolist() == [NO_TOKEN]
+    packed = cpu_weights.pack(weight)
+    assert cpu_kernels.argmax_linear(x[:1], packed, 70).tolist() == [NO_TOKEN]
+    allowed = torch.tensor([[1 << 31 | 1, 1 << 9, 0]]).to(torch.int32)  # outputs 0, 31 and 41
+    assert cpu_kernels.argmax_linear(x[:1], packed, 70, allowed).tolist() == [0], "what is forbidden does not count"
+    assert cpu_kernels.argmax_linear(x[:1], packed, 70, 0 * allowed).tolist() == [0], "a token, as of -inf alone"
+    with pytest.raises(AssertionError):
+        cpu_kernels.argmax_linear(x[:1], packed, 70, allowed[:, :2].contiguous())
     with pytest.raises(AssertionError):
         cpu_kernels.argmax_linear(x.double(), packed, 70)
     with pytest.raises(AssertionError):

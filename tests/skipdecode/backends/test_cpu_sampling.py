@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import cpu_kernels
-from skipdecode.backends.torch_sampling import NO_TOKEN
-from tests.support.cpu_backends import DTYPES, backend, kind, num_threads, product_dtype
+from skipdecode.backends.torch_sampling import NO_TOKEN, mask
+from tests.support.cpu_backends import DTYPES, backend, kind, num_threads, product_dtype, some_allowed
 from tests.support.examples import examples
 
 __all__ = ["backend", "kind", "product_dtype"]  # fixtures
@@ -147,6 +147,30 @@ def test_argmax_is_the_lowest_of_the_largest(
     x = (torch.randint(-levels, levels + 1, (rows, size), generator=rng) / 8 - levels / 16).to(dtype)  # many ties
     wanted = np.argmax(x.float().numpy(), axis=1)  # numpy promises the first
     assert cpu_kernels.argmax(x).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    rows=st.integers(1, 7),
+    size=st.integers(1, 1300),
+    seed=st.integers(0, 2**31),
+    share=st.sampled_from([0, 0.1, 0.9, 1]),
+)
+def test_a_mask_is_that_of_its_bits(
+    backend: str, dtype: torch.dtype, rows: int, size: int, seed: int, share: float
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, size, generator=rng).to(dtype)
+    logits[0, 0] = torch.nan
+    allowed = some_allowed(rows, size, share, rng)
+    bits = allowed.tolist()
+    wanted = torch.tensor([[bits[row][i // 32] >> i % 32 & 1 for i in range(size)] for row in range(rows)])
+    wanted = torch.where(wanted.bool(), logits, -torch.inf)
+    reference = mask(logits.clone(), allowed)
+    assert torch.equal(reference.nan_to_num(nan=7, neginf=9), wanted.nan_to_num(nan=7, neginf=9))
+    made = cpu_kernels.mask(logits, allowed)
+    assert made is logits, "in place"
+    assert torch.equal(made.nan_to_num(nan=7, neginf=9), wanted.nan_to_num(nan=7, neginf=9))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

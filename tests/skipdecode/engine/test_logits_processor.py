@@ -32,7 +32,7 @@ from tests.support.hf_tokens import FULL, L, Load, LoadHF
 from tests.support.naive import random_prompts
 from tests.support.processed import processing
 
-VOCAB, EOS = 50, 2
+VOCAB, EOS, CPU = 50, 2, torch.device("cpu")
 
 
 def by_transformers(logits: Tensor, row: Row, drafted: list[int]) -> Tensor:
@@ -79,7 +79,7 @@ def rows(draw: st.DrawFn) -> tuple[Row, list[int]]:
 @given(some=st.lists(rows(), min_size=1, max_size=6), seed=st.integers(0, 999))
 def test_logits_are_those_of_transformers(some: list[tuple[Row, list[int]]], seed: int) -> None:
     """Rows beside each other, with drafts that come and go, and tokens that are read in between."""
-    processor, generator = LogitsProcessor([EOS]), torch.Generator().manual_seed(seed)
+    processor, generator = LogitsProcessor([EOS], VOCAB, CPU), torch.Generator().manual_seed(seed)
     own = [row for row, _ in some]
     for _ in range(3):
         logits = torch.randn(len(some), VOCAB, generator=generator) * 3
@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers(some: list[tuple[Row, list[int]]], see
 def test_rows_that_ask_for_nothing_keep_the_logits() -> None:
     logits = torch.randn(2, VOCAB, dtype=torch.bfloat16)
     plain, asking = (Row(Request("", [1, 2], Sampling(**keys))) for keys in ({}, {"presence_penalty": 1.0}))
-    processor = LogitsProcessor([EOS])
+    processor = LogitsProcessor([EOS], VOCAB, CPU)
     assert processor(logits, [plain, plain]) is logits
     asking.tokens = [7]
     made = processor(logits, [plain, asking])

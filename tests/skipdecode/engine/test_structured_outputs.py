@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipdecode.checkpoint.grammar import fill_all
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate, generate_continuous
@@ -191,6 +193,22 @@ def test_what_is_no_structure_is_refused(structure: dict[str, Any], message: str
     with pytest.raises(ValueError) as caught:
         sampling(structure)
     assert str(caught.value).startswith(message)
+
+
+def test_masks_by_several_threads_are_those_of_one(tokenizer: Tokenizer, model: Decoder) -> None:
+    """And a row between them that has no structure keeps all its tokens."""
+    matchers = {}
+    for row, structure in enumerate(STRUCTURES):
+        asked = sampling(structure).structured_outputs
+        assert asked is not None
+        matchers[row + (row > 2)] = tokenizer.grammars.compile(asked).matcher()
+    words = -(-model.config.vocab_size // 32)
+    one, several = (np.full((len(STRUCTURES) + 1, words), -1, np.int32) for _ in range(2))
+    fill_all(matchers, one, 1)
+    fill_all(matchers, several, 3)
+    assert np.array_equal(one, several)
+    assert (one[3] == -1).all()
+    assert all((one[row] != -1).any() and (one[row] != 0).any() for row in matchers)
 
 
 @pytest.mark.parametrize("key", ["ignore_eos", "min_new_tokens"])
