@@ -1,9 +1,17 @@
-"""2,000 answers of the demo model under each kind of structure, as a worker decodes them: greedy and sampled, skipping
-and at full depth, in drafts, with shared prefixes, in batches that are kept full and in fixed ones. The validators are
-jsonschema and re."""
+"""2,000 answers of a model under each kind of structure, as a worker decodes them: greedy and sampled, skipping and at
+full depth, in drafts, with shared prefixes, in batches that are kept full and in fixed ones. The validators are
+jsonschema and re.
+
+The demo model, and the one that SKIPDECODE_REAL_MODEL names (SmolLM2-135M-Instruct), which is not tuned to skip: what
+it writes under a schedule is garbage in the right form. SKIPDECODE_STRUCTURED_ROWS: instead of 72 in each of the 28
+combinations.
+
+    SKIPDECODE_REAL_MODEL=SmolLM2.gguf pytest -s -m slow tests/skipdecode/engine/test_structured_volume.py -k real
+"""
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +27,8 @@ from skipdecode.engine.results import Completion
 from tests.support.service_helpers import DEMO
 
 pytest.importorskip("llguidance")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+REAL = os.environ.get("SKIPDECODE_REAL_MODEL")
 
 SCHEMA = {
     "type": "object",
@@ -49,7 +58,7 @@ DECODES: dict[str, dict[str, Any]] = {
     "lossless": {"method": "skipdecode", "speedup": 3, "lossless": True},
 }
 HEAD = "Restaurants of the town, with what they serve, where they are and what their guests say of them. " * 4
-ROWS, EVERY = 72, 4
+ROWS, EVERY = int(os.environ.get("SKIPDECODE_STRUCTURED_ROWS", "72")), 4
 """Answers with a structure in each of 28 combinations, and after how many of them comes one without."""
 MOST_TOKENS = 110
 
@@ -66,13 +75,22 @@ def is_valid(kind: str, text: str) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def generators() -> dict[tuple[str, bool], Generator]:
+@pytest.fixture(
+    scope="module",
+    params=["demo", pytest.param("real", marks=pytest.mark.skipif(REAL is None, reason="SKIPDECODE_REAL_MODEL: none"))],
+)
+def generators(request: pytest.FixtureRequest) -> dict[tuple[str, bool], Generator]:
     """By the name of the schedule, and whether batches are fixed."""
     made = {}
+    source = DEMO if request.param == "demo" else str(REAL)
     for is_fixed in (False, True):
         config = GeneratorConfig(
-            DEMO, DECODES["full"], dtype="float32", batch_size=32, deterministic=is_fixed, shares_prefixes=not is_fixed
+            source,
+            DECODES["full"],
+            dtype="float32",
+            batch_size=32,
+            deterministic=is_fixed,
+            shares_prefixes=not is_fixed,
         )
         first = Generator(config)
         made |= {(name, is_fixed): first.with_decode(decode) for name, decode in DECODES.items()}
@@ -105,7 +123,7 @@ def test_every_text_that_ended_has_its_structure(kind: str, generators: dict[tup
             generator = generators[name, is_fixed]
             where = f"{kind}, {name}, temperature {temperature}, {'fixed' if is_fixed else 'kept full'}"
             made, num_shared = answers_of(generator, [*structured, *plain])
-            assert num_shared == 0 if is_fixed else num_shared >= 1000 * bool(head), where
+            assert num_shared == 0 if is_fixed else num_shared >= 10 * len(made) * bool(head), where
             found[name, is_fixed] = [row.tokens for row in made]
             alone, _ = answers_of(generator, plain)
             assert [row.tokens for row in made[ROWS:]] == [row.tokens for row in alone], where
@@ -120,5 +138,5 @@ def test_every_text_that_ended_has_its_structure(kind: str, generators: dict[tup
         for name in ("full", "2x", "3x"):
             assert found[name, False] == found[name, True], f"{kind}, {name}, temperature {temperature}"
     print(f"{kind}: {rows} answers, {ended} ended and are valid")
-    assert rows >= 2000
+    assert rows == 28 * ROWS
     assert ended >= (0.05 if kind == "json object" else 0.95) * rows
