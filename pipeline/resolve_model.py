@@ -57,7 +57,7 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
         prefill = resolve_prefill(config, model_config)
         check_lossless(decode, prefill)
         if model_config.implementation == "transformers":
-            check_wrapped(config, decode)
+            check_wrapped(config)
         if config.actors.num_devices > 1:
             check_placement(config, schedule, prefill)
         if prefill == "swiftkv" and model_config.swiftkv is None:
@@ -204,11 +204,10 @@ def check_lossless(decode: dict[str, Json], prefill: str) -> None:
         )
 
 
-def check_wrapped(config: JobConfig, decode: dict[str, Json]) -> None:
+def check_wrapped(config: JobConfig) -> None:
     """ConfigError for what layers of transformers cannot do yet. `decode.ffn_skip` is refused with the schedule."""
     asked = {
         "model.quantization": (config.model.quantization is not None, "null keeps the weights as they are"),
-        "decode.lossless": (bool(decode.get("lossless")), "use decode.lossless=false"),
         "actors.num_gpus": (config.actors.num_devices > 1, "use actors.num_gpus=1"),
         "sampling.deterministic": (config.sampling.deterministic, "use sampling.deterministic=false"),
     }

@@ -167,7 +167,6 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
     if config.sampling.deterministic:
         refuse_wrapped(model.config, "sampling.deterministic", "a fixed shape of batches")
     if config.engine.scheduler == "continuous":
-        refuse_wrapped(model.config, "engine.scheduler", "'continuous'")
         if config.sampling.deterministic:
             raise ConfigError(
                 "sampling.deterministic",

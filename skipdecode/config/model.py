@@ -272,6 +272,11 @@ class DecoderConfig:
         return "own"
 
     @property
+    def why_whole_layers(self) -> str | None:
+        """Why layers run whole or not at all, so that none is without its feed-forward block; None if they need not."""
+        return None
+
+    @property
     def tokenizer_rules(self) -> TokenizerRules:
         return self.tokenizer
 

@@ -11,6 +11,18 @@ from skipdecode.config.model import DecoderConfig, FeedForwardKind, Implementati
 
 
 @dataclass(frozen=True)
+class Sublayers:
+    """The modules of a layer, by their names in it, that FFN-SkipLLM tells apart."""
+
+    attention: str
+    feed_forward: tuple[str, ...]
+    """Several where experts and a shared one are side by side."""
+    attention_outputs: int = 1
+    """How many values `attention` gives, of which the first are the states."""
+    feed_forward_outputs: int = 1
+
+
+@dataclass(frozen=True)
 class WrappedConfig(DecoderConfig):
     """Of a decoder-only model of any type that transformers knows."""
 
@@ -28,6 +40,9 @@ class WrappedConfig(DecoderConfig):
     """Weights of a layer, all experts included; the mean over layers."""
     num_values: int = 0
     """Of all weights and buffers, which transformers takes memory for, whatever the files hold."""
+    sublayers: tuple[Sublayers, ...] = ()
+    """[L] the parts of each layer; empty if the layers run whole or not at all."""
+    whole_layers_because: str = ""
     tie_word_embeddings: bool = False
     rules: TokenizerRules = field(default_factory=TokenizerRules)
     """`tokenizer_rules`: those of our family of that type, where there is one."""
@@ -39,6 +54,10 @@ class WrappedConfig(DecoderConfig):
     @property
     def tokenizer_rules(self) -> TokenizerRules:
         return self.rules
+
+    @property
+    def why_whole_layers(self) -> str | None:
+        return self.whole_layers_because or None
 
     def kv_shape(self, layer: int) -> tuple[int, int, int]:
         return self.kv_shapes[layer]

@@ -110,11 +110,8 @@ def listed_schedule(config: DecoderConfig, entry: dict[str, Any], max_new_tokens
 
 def check_whole_layers(config: DecoderConfig, decode: Mapping[str, Any]) -> None:
     """ValueError if `decode` skips parts of layers and the model's layers run whole or not at all."""
-    if decode.get("ffn_skip") and config.implementation == "transformers":
-        raise ValueError(
-            "decode.ffn_skip: layers of transformers run whole or not at all; leave it out, or take a model of a "
-            "family of ours (docs/models.md)"
-        )
+    if decode.get("ffn_skip") and (why := config.why_whole_layers) is not None:
+        raise ValueError(f"decode.ffn_skip: {why}; leave it out")
 
 
 def _layer_schedule(given: dict[str, Any], num_layers: int, max_new_tokens: int) -> Schedule:

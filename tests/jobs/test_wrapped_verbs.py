@@ -1,6 +1,8 @@
 """The verbs on a model that no family of ours takes: Gemma 3, whose layers have windows and norms of their own kind."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, distill, doctor, finetune, generate, verify
-from pipeline.config.job import ConfigError
 from pipeline.service.app import make_spec
 from pipeline.service.config import ServeConfig
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -30,12 +31,26 @@ DECODE = {"max_layers": 5, "min_layers": 2}
 NUM_NEW = 8
 
 
+KINDS = ["gemma2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("glm", "gpt_oss", "olmo2", "qwen3_moe"))]
+
+
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("gemma2")
-    save("gemma2", folder, vocab_size=320)
-    (folder / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
-    return folder
+def folder_of(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Callable[[str], Path]:
+    """`folder_of(kind)`: a checkpoint with a tokenizer."""
+
+    @cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        save(kind, folder, vocab_size=320)
+        (folder / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def gemma(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("gemma2")
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +67,22 @@ def rows_of(run: Path) -> dict[str, list[int]]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_run_is_exact_and_resumed(gemma: Path, prompts: Path, tmp_path: Path, call: Call) -> None:
-    run = tmp_path / "run"
-    arguments = ["-i", prompts, "-o", run, f"model.source={gemma}", "model.dtype=float32", "sampling.ignore_eos=true"]
+@pytest.mark.parametrize("kind", ["gemma2", "glm", "gpt_oss", "olmo2", "qwen3_moe"])
+def test_a_run_is_exact_and_resumed(
+    kind: str, folder_of: Callable[[str], Path], prompts: Path, tmp_path: Path, call: Call
+) -> None:
+    """Under SkipDecode, then without loss."""
+    run, source = tmp_path / "run", folder_of(kind)
+    arguments = ["-i", prompts, "-o", run, f"model.source={source}", "model.dtype=float32", "sampling.ignore_eos=true"]
     arguments += [f"sampling.max_new_tokens={NUM_NEW}", "actors.batch_size=4", "actors.window_batches=1"]
     arguments += [f"decode.{key}={value}" for key, value in DECODE.items()]
     code, document, err = call(generate, *arguments)
     assert code == 0, err
     assert document["model"]["implementation"] == "transformers"
     made = rows_of(run)
-    reference = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     schedule = make_schedule({"method": "skipdecode", **DECODE}, num_layers=L, max_new_tokens=NUM_NEW)
-    encoded = Tokenizer(gemma, load_model(gemma).config).encode(PROMPTS)
+    encoded = Tokenizer(source, load_model(source).config).encode(PROMPTS)
     for number, prompt in enumerate(encoded):
         tokens = made[f"r{number}"]
         assert naive_logits(reference, prompt, tokens, schedule).argmax(-1).tolist() == tokens
@@ -78,6 +97,15 @@ def test_a_run_is_exact_and_resumed(gemma: Path, prompts: Path, tmp_path: Path, 
     assert code == 0, err
     assert rows_of(run) == made
     assert call(verify, run)[0] == 0
+
+    arguments[3] = tmp_path / "lossless"
+    code, document, err = call(generate, *arguments, "decode.lossless=true", "decode.draft_tokens=2")
+    assert code == 0, err
+    full = make_schedule({"method": "full"}, num_layers=L, max_new_tokens=NUM_NEW)
+    made = rows_of(tmp_path / "lossless")
+    for number, prompt in enumerate(encoded):
+        tokens = made[f"r{number}"]
+        assert naive_logits(reference, prompt, tokens, full).argmax(-1).tolist() == tokens
 
 
 @pytest.mark.ray
@@ -100,8 +128,7 @@ def test_doctor_says_which_implementation(gemma: Path, tmp_path: Path, call: Cal
         ),
         ("model.adapter", "{gemma}", "model.adapter: "),
         ("model.implementation", "own", "model_type is 'gemma2'; supported are opt"),
-        ("decode.lossless", "true", "decode.lossless: is not supported"),
-        ("decode.ffn_skip", "{mode: row}", "decode.ffn_skip: layers of transformers run whole or not at all"),
+        ("decode.ffn_skip", "{mode: calibrated}", "decode.ffn_skip.mode: this checkpoint carries no calibrated layers"),
         ("prefill.method", "swiftkv", "prefill.method: 'swiftkv' needs a checkpoint"),
         ("actors.num_gpus", "2", "actors.num_gpus: is not supported"),
         ("sampling.deterministic", "true", "sampling.deterministic: is not supported"),
@@ -132,13 +159,19 @@ def test_other_verbs_refuse_it(gemma: Path, tmp_path: Path, call: Call) -> None:
         assert message in err
 
 
-def test_the_endpoint_serves_it_in_cohorts(gemma: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheduler", ["cohort", "continuous"])
+def test_the_endpoint_serves_it(kind: str, scheduler: str, folder_of: Callable[[str], Path]) -> None:
     """With the tokens of the offline generator."""
+    source = folder_of(kind)
     decode = {"method": "skipdecode", **DECODE, "horizon": 7}
-    generator = Generator(GeneratorConfig(str(gemma), decode, dtype="float32", num_threads=1))
+    generator = Generator(GeneratorConfig(str(source), decode, dtype="float32", num_threads=1))
     encoded = generator.tokenizer.encode(PROMPTS)
     answers = generator([Request(str(n), tokens, Sampling(NUM_NEW)) for n, tokens in enumerate(encoded)]).answers
-    endpoint = make_endpoint(generator)
+    engine = {"scheduler": scheduler}
+    asked_for = {"model": {"source": str(source)}, "engine": engine, "auth": {"open_on_loopback": True}}
+    make_spec(ServeConfig.model_validate(asked_for))  # which refuses what it cannot do
+    endpoint = make_endpoint(generator, engine=engine)
     asked = {"prompt": PROMPTS, "max_tokens": NUM_NEW, "temperature": 0, "return_token_ids": True}
     try:
         with local(endpoint) as url:
@@ -148,6 +181,3 @@ def test_the_endpoint_serves_it_in_cohorts(gemma: Path) -> None:
     assert answer.status_code == 200, answer.text
     offline = [one.tokens for one in answers if isinstance(one, Completion)]
     assert [choice["token_ids"] for choice in answer.json()["choices"]] == offline
-    args = {"model": {"source": str(gemma)}, "engine": {"scheduler": "continuous"}}
-    with pytest.raises(ConfigError, match=r"engine\.scheduler: 'continuous' needs a model of a family of ours"):
-        make_spec(ServeConfig.model_validate(args))

@@ -6,7 +6,7 @@ no cache.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ MODEL_TYPES = (
     "youtu "
 ).split()
 """Those that run by way of transformers, as docs/models.md lists them."""
+
+FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "fc2")
+"""The names that types have for a layer's feed-forward block."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": L, "num_attention_heads": 4,
@@ -88,15 +91,16 @@ def naive_logits(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence
     """[tokens of the answer, V]: from what each token of `answer` is chosen behind `prompt` under `schedule`."""
     plans = [schedule.step(k) for k in range(len(answer) - 1)]
     ends = [len(prompt) + sum(plan.attn[layer] for plan in plans) for layer in range(L)]
+    feeds = [len(prompt) + sum(plan.ffn[layer] for plan in plans) for layer in range(L)]
     ids = torch.tensor([[*prompt, *answer[:-1]]])
-    with _each_layer_up_to(model, ends, ids.shape[1]):
+    with _each_layer_up_to(model, ends, ids.shape[1]), _feeding_up_to(model, feeds):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
     return logits
 
 
 @contextmanager
 def _each_layer_up_to(model: PreTrainedModel, ends: Sequence[int], length: int) -> Iterator[None]:
-    (layers,) = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == L]
+    layers = _layers_of(model)
     real = [layer.forward for layer in layers]
     for layer, forward, end in zip(layers, real, ends, strict=True):
 
@@ -112,6 +116,28 @@ def _each_layer_up_to(model: PreTrainedModel, ends: Sequence[int], length: int) 
     finally:
         for layer, forward in zip(layers, real, strict=True):
             layer.forward = forward
+
+
+def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    (layers,) = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == L]
+    return layers
+
+
+@contextmanager
+def _feeding_up_to(model: PreTrainedModel, ends: Sequence[int]) -> Iterator[None]:
+    """What feed-forward blocks make of later positions is zero."""
+    with ExitStack() as stack:
+        for layer, end in zip(_layers_of(model), ends, strict=True):
+
+            def blank(_module: nn.Module, _given: Any, made: Any, end: int = end) -> Any:
+                states = (made[0] if isinstance(made, tuple) else made).clone()
+                states.view(-1, states.shape[-1])[end:] = 0
+                return (states, *made[1:]) if isinstance(made, tuple) else states
+
+            for name, block in layer.named_children():
+                if name in FEED_FORWARD:
+                    stack.enter_context(block.register_forward_hook(blank))
+        yield
 
 
 def _cut(value: Any, end: int, length: int) -> Any:

@@ -54,18 +54,21 @@ class LayerCall:
     view: VariantView
     number: int
     only_stores: bool
+    module: nn.Module | None = None
+    """The attention that has been called."""
 
 
 _running: ContextVar[LayerCall] = ContextVar("running")
 
 
 @contextmanager
-def attending(view: VariantView, number: int, *, only_stores: bool) -> Iterator[None]:
+def attending(view: VariantView, number: int, *, only_stores: bool) -> Iterator[LayerCall]:
     """Attention that runs meanwhile is that of layer `number`, and goes to `view`. `only_stores`: it stores keys and
     values, and raises `Stored`."""
-    token = _running.set(LayerCall(view, number, only_stores))
+    call = LayerCall(view, number, only_stores)
+    token = _running.set(call)
     try:
-        yield
+        yield call
     finally:
         _running.reset(token)
 
@@ -86,6 +89,7 @@ def attend(
     ValueError names what this model's attention does that no view can.
     """
     call = _running.get()
+    call.module = module
     unknown = sorted(name for name, asked in others.items() if asked is not None and name not in UNDERSTOOD)
     if unknown:
         raise ValueError(f"its attention takes {unknown[0]!r}, which is not supported")

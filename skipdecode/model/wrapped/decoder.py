@@ -1,12 +1,12 @@
 """A `Decoder` whose layers are transformers' own.
 
-It decodes static batches and makes teacher-forced passes by torch's operators. What it cannot do yet is refused where a
-job is checked (`pipeline.resolve_model`): parts of layers, SwiftKV, quantization, several devices.
+It decodes by torch's operators. What it cannot do yet is refused where a job is checked (`pipeline.resolve_model`):
+SwiftKV, quantization, several devices, fixed shapes of batches.
 
 B rows, T tokens, D width, V vocabulary.
 """
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self, cast
 
 import torch
@@ -14,31 +14,49 @@ from torch import Tensor, nn
 
 from skipdecode.backends.rope import RotaryTables
 from skipdecode.config.model import Quantization
-from skipdecode.config.wrapped import WrappedConfig
+from skipdecode.config.wrapped import Sublayers, WrappedConfig
 from skipdecode.kv.view import KVView, VariantView
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.wrapped.attention import Stored, attending
 from skipdecode.model.wrapped.hollow_model import HollowModel
+from skipdecode.model.wrapped.sublayers import leaving_out
 
 
 class WrappedLayer(Layer):
     """A decoder layer of transformers, as the layer loop calls it."""
 
-    def __init__(self, layer: nn.Module, hollow: HollowModel) -> None:
+    def __init__(self, layer: nn.Module, hollow: HollowModel, number: int, sublayers: Sublayers | None) -> None:
+        """`sublayers`: None if the layer runs whole or not at all."""
         nn.Module.__init__(self)  # it has none of the weights of ours
-        self.layer, self.hollow = layer, hollow
+        self.layer, self.hollow, self.number, self.sublayers = layer, hollow, number, sublayers
         self.kernel = self.query_kernel = None
 
     def forward(
         self, h: Tensor, kv: KVView, number: int, *, attends: bool, runs_ffn: bool, query: Linear | None = None
     ) -> Tensor:
-        if not (attends and runs_ffn) or query is not None:
-            raise ValueError("decode.ffn_skip: layers of transformers run whole or not at all")
-        made = self._run(h, kv, number, only_stores=False)
-        states: Tensor = made[0] if isinstance(made, tuple) else made
-        return states
+        if query is not None:
+            raise ValueError("prefill.method: layers of transformers have no queries of SwiftKV")
+        if not attends:
+            return self.add_feed(h) if runs_ffn else h
+        with self._leaving_out(attention=False, feed_forward=not runs_ffn):
+            return _states(self._run(h, kv, number, only_stores=False))
+
+    def add_feed(self, h: Tensor) -> Tensor:
+        with self._leaving_out(attention=True, feed_forward=False):
+            # what attention alone would have used
+            positional, named = self.hollow.newest_arguments(self.number)
+            return _states(self.layer(h, *positional, **named))
+
+    def post_norm(self, h: Tensor) -> Tensor:
+        return h  # a layer with a norm behind its blocks runs whole
+
+    def _leaving_out(self, *, attention: bool, feed_forward: bool) -> AbstractContextManager[None]:
+        if not (attention or feed_forward):
+            return nullcontext()
+        assert self.sublayers is not None, "layers that run whole or not at all"
+        return leaving_out(self.layer, self.sublayers, attention=attention, feed_forward=feed_forward)
 
     def store(self, h: Tensor, kv: KVView, number: int) -> None:
         with suppress(Stored):
@@ -49,6 +67,12 @@ class WrappedLayer(Layer):
         positional, named = self.hollow.arguments(view.positions)[number]
         with attending(view, number, only_stores=only_stores):
             return self.layer(h, *positional, **named)
+
+
+def _states(made: Any) -> Tensor:
+    """Of what a layer of transformers gives."""
+    states: Tensor = made[0] if isinstance(made, tuple) else made
+    return states
 
 
 class WrappedDecoder(Decoder):
@@ -63,7 +87,11 @@ class WrappedDecoder(Decoder):
         self.placement = self.packed_head = self.quantization = self.swiftkv = self.lm_head = None
         self.hollow = HollowModel(model, config.num_hidden_layers)
         # past nn.Module, for which each layer would be there twice
-        self.__dict__["_layers"] = [WrappedLayer(layer, self.hollow) for layer in self.hollow.layers]
+        parts = config.sublayers or [None] * config.num_hidden_layers
+        self.__dict__["_layers"] = [
+            WrappedLayer(layer, self.hollow, number, own)
+            for number, (layer, own) in enumerate(zip(self.hollow.layers, parts, strict=True))
+        ]
 
     @property
     def layers(self) -> list[Layer]:

@@ -4,6 +4,8 @@ The model is made on the meta device, and each of its layers is run up to its at
 within seconds, before anything starts.
 """
 
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +18,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from skipdecode.config.json_files import read_eos
 from skipdecode.config.model import TokenizerRules
-from skipdecode.config.wrapped import WrappedConfig
+from skipdecode.config.wrapped import Sublayers, WrappedConfig
 from skipdecode.kv.view import VariantView
 from skipdecode.model.wrapped.attention import ATTENTION, Mask, Stored, attending
 from skipdecode.model.wrapped.hollow_model import Arguments, HollowModel
+from skipdecode.model.wrapped.sublayers import find_sublayers
 
 MAX_LAYERS = 1024
 MOVING_ROPES = ("dynamic", "longrope")
@@ -105,7 +108,7 @@ class _KVShapes:
 
 
 def _look_at_layers(config: Any, num_layers: int) -> dict[str, Any]:
-    """The fields of `WrappedConfig` that are found by a look at the model that `config` describes."""
+    """The fields of `WrappedConfig` that are found by running the layers of the model that `config` describes."""
     where = f"model_type {config.model_type!r}"
     try:
         with torch.device("meta"), torch.no_grad():
@@ -113,28 +116,45 @@ def _look_at_layers(config: Any, num_layers: int) -> dict[str, Any]:
             hollow = HollowModel(model, num_layers)
             tokens, positions = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
             h = hollow.embed(tokens, positions)
-            view = _KVShapes(positions)
+            view, attentions = _KVShapes(positions), []
             for number, layer in enumerate(hollow.layers):
                 parts = ", ".join(name for name, _ in layer.named_children())
                 where = f"layer {number} of model_type {config.model_type!r} ({type(layer).__name__}: {parts})"
-                _run_to_attention(layer, h, hollow.arguments(positions)[number], view, number)
+                attentions.append(_run_to_attention(layer, h, hollow.arguments(positions)[number], view, number))
     except Exception as error:  # of transformers, of torch, or of a missing library that some part wants
         raise ValueError(f"{where} cannot run: {_reason(error, config)}") from error
     weights = sum(p.numel() for layer in hollow.layers for p in layer.parameters())
-    return {
+    found = {
         "kv_shapes": tuple(view.of_layer[number] for number in range(num_layers)),
         "layer_weights": weights // num_layers,
         "num_values": sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())),
     }
+    return found | _parts_of_layers(hollow, attentions, h.shape[-1], config.model_type)
 
 
-def _run_to_attention(layer: nn.Module, h: Tensor, arguments: Arguments, view: _KVShapes, number: int) -> None:
-    try:
-        with attending(cast(VariantView, view), number, only_stores=True):
+def _parts_of_layers(hollow: HollowModel, attentions: Sequence[nn.Module], width: int, kind: str) -> dict[str, Any]:
+    """`sublayers`, or why there are none. Nothing of the model is left to be used."""
+    found: list[Sublayers] = []
+    for number, (layer, attention) in enumerate(zip(hollow.layers, attentions, strict=True)):
+        given = hollow.newest_arguments(number)
+        try:
+            with torch.no_grad():
+                found.append(find_sublayers(layer, attention, given, width))
+        except Exception as error:  # of transformers' layers, around what is not theirs
+            why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            where = f"layer {number} of model_type {kind!r} ({type(layer).__name__})"
+            return {"whole_layers_because": f"{where} runs whole or not at all: {why.splitlines()[0][:200]}"}
+    return {"sublayers": tuple(found)}
+
+
+def _run_to_attention(layer: nn.Module, h: Tensor, arguments: Arguments, view: _KVShapes, number: int) -> nn.Module:
+    """The module that has the layer's attention."""
+    with attending(cast(VariantView, view), number, only_stores=True) as call:
+        with suppress(Stored):
             layer(h, *arguments.positional, **arguments.named)
-    except Stored:
-        return
-    raise ValueError("it keeps no keys and values")
+        if call.module is None or number not in view.of_layer:
+            raise ValueError("it keeps no keys and values")
+        return call.module
 
 
 def _reason(error: Exception, config: Any) -> str:

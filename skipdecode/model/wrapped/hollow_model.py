@@ -83,6 +83,11 @@ class HollowModel:
         assert self._newest is not None
         return self._newest[1]
 
+    def newest_arguments(self, number: int) -> Arguments:
+        """What layer `number` was given last, for whatever tokens."""
+        assert self._newest is not None, "before any token"
+        return self._newest[1][number]
+
     def head(self, h: Tensor) -> Tensor:
         """States [..., D] behind the last layer -> logits [..., V]."""
         self._states = h.reshape(1, -1, h.shape[-1])

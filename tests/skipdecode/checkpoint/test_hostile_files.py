@@ -88,6 +88,7 @@ def test_a_long_context_of_a_small_model_is_taken(llama: Path) -> None:
     [
         ("olmo2", {"vocab_size": 2**40}),
         ("olmo2", {"intermediate_size": 2**40}),
+        ("olmo2", {"hidden_size": 2**26}),
         ("mixtral", {"num_local_experts": 2**30}),
         ("gpt2", {"n_positions": 2**40}),
         ("gptj", {"n_positions": 2**40}),

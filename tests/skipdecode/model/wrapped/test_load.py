@@ -1,6 +1,7 @@
 """Loading a model of transformers: tensors that do not fit, the proof, and what such a model refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,10 +41,16 @@ def test_both_implementations_give_the_same_tokens(name: str, tmp_path: Path) ->
     assert not isinstance(own, WrappedDecoder)
     assert isinstance(theirs, WrappedDecoder)
     requests = requests_for(random_prompts([9, 4, 6]), Sampling(max_new_tokens=9, temperature=0.8, ignore_eos=True))
-    for method in decodes(L):
-        schedule = make_schedule(decodes(L)[method], num_layers=L, max_new_tokens=9)
-        one, other = (tokens_of(generate(model, requests, schedule)) for model in (own, theirs))
-        assert one == other, method
+    skips: list[dict[str, Any]] = [
+        {"mode": "fixed", "layers": [1, 3], "warmup_tokens": 1},
+        {"mode": "row", "threshold": 0.9, "cold_start": 1, "cold_end": 1, "warmup_tokens": 1},
+    ]
+    for decode in (*decodes(L).values(), *({"method": "full", "ffn_skip": skip} for skip in skips)):
+        schedule = make_schedule(decode, num_layers=L, max_new_tokens=9)
+        one, other = (generate(model, requests, schedule) for model in (own, theirs))
+        assert tokens_of(one) == tokens_of(other), decode
+        assert one.stats.ffns_run == other.stats.ffns_run
+        assert (other.stats.ffns_run < other.stats.layers_run) == ("ffn_skip" in decode), decode
 
 
 def test_missing_and_unexpected_tensors_are_named(olmo2: Path, tmp_path: Path) -> None:
@@ -88,11 +95,17 @@ def test_the_python_api_decodes(olmo2: Path) -> None:
         model, "The Golden Otter", max_new_tokens=5, ignore_eos=True, method="unified", layers=4
     )
     assert (len(made.tokens), made.layers_run) == (5, 16)
-    with pytest.raises(ValueError, match=r"decode.ffn_skip: layers of transformers run whole or not at all"):
-        skipdecode.api.generate(model, "The", ffn_skip={"mode": "fixed", "layers": [3]})
-    with pytest.raises(ValueError, match=r"model.quantization: int8 weights are for families with kernels of ours"):
-        skipdecode.api.load(olmo2, dtype="float32", device="cpu", quantization="int8")
+    (made,) = skipdecode.api.generate(
+        model,
+        "The",
+        max_new_tokens=5,
+        ignore_eos=True,
+        ffn_skip={"mode": "fixed", "layers": [3], "warmup_tokens": 0},
+    )
+    assert (made.layers_run, made.ffns_run) == (24, 20)
     with pytest.raises(ValueError, match=r"model.adapter: is merged into families of ours alone"):
         skipdecode.api.load(olmo2, dtype="float32", device="cpu", adapter=olmo2)
+    with pytest.raises(ValueError, match=r"model.quantization: int8 weights are for families with kernels of ours"):
+        skipdecode.api.load(olmo2, dtype="float32", device="cpu", quantization="int8")
     with pytest.raises(ValueError, match="implementation: must be auto, own, transformers, got 'vllm'"):
         skipdecode.api.load(olmo2, implementation="vllm")  # type: ignore[arg-type]
