@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.lora_adapter import KEY as ADAPTER_KEY
-from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter
+from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter, resolve_adapter
 from skipdecode.checkpoint.model_config import config_remarks, read_config
 from skipdecode.checkpoint.weight_files import StoredTensor, WeightFile, open_weights
 from skipdecode.config.model import DecoderConfig, WantedImplementation
@@ -82,10 +83,12 @@ def load_model(
     if isinstance(config, WrappedConfig):
         from skipdecode.model.wrapped.load import load_wrapped  # loads transformers
 
-        refuse_adapter(config, adapter)
         assert len(devices) < 2, "layers of transformers on several devices"
         _check_size(folder, config, open_weights(folder))
-        return load_wrapped(folder, config, device=device, dtype=dtype)
+        own = None if adapter is None else resolve_adapter(str(adapter))
+        return load_wrapped(
+            folder, config if own is None else adapted(config, own), device=device, dtype=dtype, adapter=own
+        )
     if adapter is not None:
         config = adapted(config, Path(adapter).expanduser())
     match = match_files(folder, config)
@@ -142,6 +145,8 @@ class Part:
     """`DecoderConfig.folded`."""
 
 
+ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
+
 Expected = dict[str, Part]
 """By Hugging Face name."""
 
@@ -168,7 +173,7 @@ def adapter_of(path: str | Path, model: Decoder) -> Adapter:
     return open_adapter(path, linears, [part.module for part in own if part.name.startswith("embed_")])
 
 
-def adapted(config: DecoderConfig, adapter: Path) -> DecoderConfig:
+def adapted(config: ConfigT, adapter: Path) -> ConfigT:
     """The configuration of a model with that adapter.
 
     It has the schedules of the adapter's training, if these are known, and neither the layers nor the drafts that were
@@ -334,31 +339,26 @@ def _explained(name: str) -> str:
     return "config.json and weights are of different models"
 
 
-def refuse_adapter(config: WrappedConfig, adapter: str | Path | None) -> None:
-    if adapter is not None:
-        raise ValueError(
-            f"model.adapter: is merged into families of ours alone, and model_type {config.type_name!r} runs by way of "
-            "transformers; merge it with PEFT (merge_and_unload) and name the result in model.source"
-        )
-
-
 def check_folder(
     folder: str | Path, adapter: str | Path | None = None, config: DecoderConfig | None = None
 ) -> list[str]:
     """Checks the names and shapes in the weight files, and in an adapter, against config.json; raises ValueError.
 
     Reads headers alone, and of a tied head that is stored the values. Returns what is not used of the folder, one line
-    each. `config`: that of the folder, if it has been read. Of a model that transformers runs, the headers are only
-    read: it renames and joins tensors as it loads them.
+    each. `config`: that of the folder, if it has been read. Of a model that transformers runs, not all tensors can be
+    compared: it renames and joins some as it loads them.
     """
     folder = Path(folder)
     config = config or read_config(folder)
     if isinstance(config, WrappedConfig):
-        refuse_adapter(config, adapter)
         files = open_weights(folder)
         _check_size(folder, config, files)
-        for file in files:
-            _ = file.stored  # reads the header
+        stored = {name: part.shape for file in files for name, part in file.stored.items()}
+        if quantised := [name for name in stored if QUANTISED.search(name)]:
+            raise ValueError(f"{folder}: unexpected tensor {min(quantised)!r}; {_explained(min(quantised))}")
+        from skipdecode.model.wrapped.examine import check_files  # loads transformers
+
+        check_files(folder, stored, None if adapter is None else resolve_adapter(str(adapter)))
         return config_remarks(folder, config)
     match = match_files(folder, config)
     if adapter is not None:

@@ -1,6 +1,7 @@
 """The verbs on a model that no family of ours takes: Gemma 3, whose layers have windows and norms of their own kind."""
 
 import json
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 import httpx2 as httpx
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, distill, doctor, finetune, generate, verify
@@ -141,6 +144,55 @@ def test_generate_refuses_what_it_cannot_do(
     code, _, err = call(generate, "-i", prompts, "-o", tmp_path / "run", f"model.source={gemma}", asked)
     assert code == 2
     assert message in err
+    assert not (tmp_path / "run").exists()
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "encoder": ("bert", {}, "its layers are in BertEncoder, which takes no"),
+    "encoder and decoder": ("t5", {}, "model_type 't5' has an encoder"),
+    "linear attention": ("qwen3_next", {}, "layer_types: its layers of type linear_attention keep a state"),
+    "state": ("mamba", {}, "layer_types: its layers of type linear_attention keep a state"),
+    "remote code": (
+        "olmo2",
+        {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "m.M"}},
+        "its own code, which",
+    ),
+    "fp8": ("olmo2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set (fp8)"),
+    "gptq": (
+        "olmo2",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config is set (gptq)",
+    ),
+    "fewer layers": ("olmo2", {"num_hidden_layers": L - 1}, f"unexpected tensor 'model.layers.{L - 1}."),
+    "more layers": ("olmo2", {"num_hidden_layers": L + 1}, f"layer {L} is missing in the weight files"),
+    "wider": ("olmo2", {"hidden_size": 128}, "is [320, 64], config.json asks for [320, 128]"),
+    "vocabulary": ("olmo2", {"vocab_size": 400}, "'lm_head.weight' is [320, 64], config.json asks for [400, 64]"),
+    "feed-forward": ("olmo2", {"intermediate_size": 128}, "mlp.down_proj.weight' is [64, 96], config.json asks for"),
+}
+"""By what is wrong: the model type, keys of config.json, and what the message says."""
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "vocabulary" else pytest.param(case, marks=pytest.mark.slow) for case in BAD]
+)
+def test_generate_refuses_models_that_cannot_run(
+    case: str, folder_of: Callable[[str], Path], prompts: Path, tmp_path: Path, call: Call
+) -> None:
+    """By the part that is in the way, within seconds, before Ray or a run folder is there."""
+    kind, changes, message = BAD[case]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in folder_of("olmo2").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    if kind != "olmo2":
+        CONFIG_MAPPING[kind]().save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 2} | raw | changes))
+    began, was_started = time.monotonic(), ray.is_initialized()
+    code, _, err = call(generate, "-i", prompts, "-o", tmp_path / "run", f"model.source={folder}")
+    assert (code, time.monotonic() - began < 60) == (2, True), err
+    assert message in err
+    assert ray.is_initialized() == was_started
     assert not (tmp_path / "run").exists()
 
 

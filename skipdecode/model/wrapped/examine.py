@@ -4,7 +4,9 @@ The model is made on the meta device, and each of its layers is run up to its at
 within seconds, before anything starts.
 """
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +22,14 @@ from skipdecode.config.json_files import read_eos
 from skipdecode.config.model import TokenizerRules
 from skipdecode.config.wrapped import Sublayers, WrappedConfig
 from skipdecode.kv.view import VariantView
+from skipdecode.model.wrapped.adapter import merge_adapter
 from skipdecode.model.wrapped.attention import ATTENTION, Mask, Stored, attending
-from skipdecode.model.wrapped.hollow_model import Arguments, HollowModel
+from skipdecode.model.wrapped.hollow_model import Arguments, HollowModel, find_stack_name
 from skipdecode.model.wrapped.sublayers import find_sublayers
 
 MAX_LAYERS = 1024
+IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
+"""What transformers' models call the names in files that they leave out, such as layers for several tokens at once."""
 MOVING_ROPES = ("dynamic", "longrope")
 """Frequencies that follow the length of the sequence: keys in the cache would have turned by others."""
 
@@ -47,6 +52,37 @@ def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> Wr
     own = _look_at_layers(config, sizes["num_hidden_layers"])
     own |= {"type_name": str(raw["model_type"]), "rules": rules, "tie_word_embeddings": tied}
     return WrappedConfig(**known | own)
+
+
+def check_files(folder: Path, stored: Mapping[str, Sequence[int]], adapter: Path | None) -> None:
+    """ValueError if tensors of these names and shapes cannot be those of the model in `folder`, or if the LoRA adapter
+    in `adapter` does not fit it. No weights are read.
+
+    transformers renames and joins tensors as it loads them, so only what it leaves alone can be compared: layers that
+    are not there or too many, and tensors of the same name that have more values or fewer. Loading finds the rest.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    expected = dict(model.named_parameters())
+    prefix = f"{model.base_model_prefix}."
+    numbered = re.compile(rf"(?:{re.escape(prefix)})?{find_stack_name(model.base_model, layers)}\.(\d{{1,9}})\.")
+    found = {int(match[1]): name for name in sorted(stored) if (match := numbered.match(name))}
+    if found and (missing := [number for number in range(layers) if number not in found]):
+        raise ValueError(
+            f"{folder}: layer {missing[0]} is missing in the weight files; num_hidden_layers in config.json is {layers}"
+        )
+    ignored = [re.compile(pattern) for pattern in getattr(model, IGNORED_KEYS, None) or ()]
+    for number, name in found.items():
+        if number >= layers and not any(pattern.search(name) for pattern in ignored):
+            raise ValueError(f"{folder}: unexpected tensor {name!r}; num_hidden_layers in config.json is {layers}")
+    for name, shape in stored.items():
+        own = next((expected[one] for one in (name, prefix + name) if one in expected), None)
+        if own is not None and math.prod(shape) != own.numel():
+            raise ValueError(f"{folder}: tensor {name!r} is {list(shape)}, config.json asks for {list(own.shape)}")
+    if adapter is not None:
+        merge_adapter(model, adapter)
 
 
 def _read(folder: Path, raw: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.kv.static_cache import KVCache
+from skipdecode.model.wrapped.adapter import merge_adapter
 from skipdecode.model.wrapped.attention import ATTENTION
 from skipdecode.model.wrapped.decoder import WrappedDecoder
 from skipdecode.schedules.schedule import FullDepth
@@ -25,10 +26,15 @@ PROOF_LENGTHS = (5, 4, 3, 2)
 
 
 def load_wrapped(
-    folder: Path, config: WrappedConfig, *, device: torch.device | str, dtype: torch.dtype
+    folder: Path,
+    config: WrappedConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    adapter: Path | None = None,
 ) -> WrappedDecoder:
-    """The model in eval mode. ValueError names tensors that are missing or do not belong, or says that the proof
-    failed."""
+    """The model in eval mode, with the LoRA adapter in `adapter` merged. ValueError names tensors that are missing or
+    do not belong, or says that the proof failed."""
     theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
         with _no_progress_bar():
@@ -50,7 +56,10 @@ def load_wrapped(
     ):
         if keys := sorted(map(str, found[kind])):
             raise ValueError(f"{folder}: {len(keys)} tensors do not fit; the first {what}: {keys[0]}")
-    decoder = WrappedDecoder(model.to(device), config).eval().requires_grad_(False)
+    model = model.to(device)
+    if adapter is not None:
+        model = merge_adapter(model, adapter)
+    decoder = WrappedDecoder(model, config).eval().requires_grad_(False)
     prove(decoder)
     return decoder
 

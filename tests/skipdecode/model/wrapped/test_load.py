@@ -103,8 +103,6 @@ def test_the_python_api_decodes(olmo2: Path) -> None:
         ffn_skip={"mode": "fixed", "layers": [3], "warmup_tokens": 0},
     )
     assert (made.layers_run, made.ffns_run) == (24, 20)
-    with pytest.raises(ValueError, match=r"model.adapter: is merged into families of ours alone"):
-        skipdecode.api.load(olmo2, dtype="float32", device="cpu", adapter=olmo2)
     with pytest.raises(ValueError, match=r"model.quantization: int8 weights are for families with kernels of ours"):
         skipdecode.api.load(olmo2, dtype="float32", device="cpu", quantization="int8")
     with pytest.raises(ValueError, match="implementation: must be auto, own, transformers, got 'vllm'"):
