@@ -12,12 +12,15 @@ vocabulary.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.torch_sampling import likeliest, mask, pick_by_sort
 from skipdecode.config.model import FeedForwardKind, Quantization
 
@@ -68,33 +71,94 @@ class LayerNorms(NamedTuple):
     ffn_out: nn.Module | None = None
 
 
+class PackedSequences(NamedTuple):
+    """Tokens of several prompts, one after the other, and where in the cache each is."""
+
+    starts: Tensor
+    """[B + 1] int32: prompt b has the tokens starts[b] to starts[b + 1] - 1."""
+    longest: int
+    """The most tokens of a prompt."""
+    slots: Tensor
+    """[N] int64: the row of the cache that a token belongs to."""
+    first: Tensor
+    """[N] int64: the column of the first token of its prompt."""
+    columns: Tensor
+    """[N] int64: its own column."""
+
+
 class PackedPrompts:
     """Left-padded prompts [B, T] packed one after the other without their padding, [N, ...]; or only their ends, if
     earlier tokens are in a cache already."""
 
     def __init__(
-        self, positions: Tensor, columns: Tensor, before: Tensor | None = None, slots: Tensor | None = None
+        self,
+        positions: Tensor,
+        columns: Tensor,
+        before: Sequence[int] | None = None,
+        slots: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """`positions` [B, T] int64, -1 at padding (`Decoder.embed`). `columns` [B] int64: the cache column of each
-        prompt's first token given. `before` [B] int64: the prompt's tokens whose K and V are cached already. `slots`
-        [B] int64: the row of the cache that each prompt has; None if the cache has these rows alone, in their order."""
-        self._is_real = positions >= 0
-        lengths = self._is_real.sum(dim=1)
-        ends = lengths if before is None else lengths + before
-        assert bool((positions[:, -1] == ends - 1).all() & (lengths > 0).all()), "left-padded, and none of them empty"
-        self.before, self.columns, self.slots = before, columns, slots
+        prompt's first token. `before` [B]: how many tokens of each prompt have their K and V cached already. `slots`
+        [B] int64: the row of the cache that each prompt has; None if the cache has these rows alone, in their order.
+        `lengths` [B]: how many tokens of each prompt are given; None: they are read from the device."""
+        device, is_real = positions.device, positions >= 0
+        lengths = is_real.sum(dim=1).tolist() if lengths is None else list(lengths)
+        assert min(lengths) > 0, "a prompt without tokens"
+        self._lengths, self._before = lengths, list(before or [0] * len(lengths))
+        self.before = None if before is None else to_device(self._before, device)
+        """[B] int64"""
+        self.columns, self.slots = columns, slots
+        starts = np.cumsum([0, *lengths])
+        self.starts = to_device(starts, device)
+        """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
+        self.num_tokens = int(starts[-1])  # N
+        own = self.starts[1:] - self.starts[:-1]
+        ends = own if self.before is None else own + self.before
+        if device.type == "cpu":
+            is_padded_left = (positions[:, -1] == ends - 1) & (is_real.sum(dim=1) == own)
+            assert bool(is_padded_left.all()), "left-padded, and none of them empty"
         self.last_columns = columns + ends - 1
         """[B] int64: the column of each prompt's last token."""
-        self.starts = F.pad(lengths.cumsum(dim=0), (1, 0))
-        """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
-        self.num_columns, self.num_tokens = int(self.last_columns.max()) + 1, int(self.starts[-1])  # S, N
+        T = positions.shape[1]
+        index = [np.arange((row + 1) * T - n, (row + 1) * T) for row, n in enumerate(lengths)]
+        self._index = to_device(np.concatenate(index), device)
 
     def __len__(self) -> int:
         return len(self.columns)
 
+    @cached_property
+    def num_columns(self) -> int:
+        """S, the columns up to the last token. Waits for the device."""
+        return int(self.last_columns.max()) + 1
+
+    @cached_property
+    def new(self) -> PackedSequences:
+        """The tokens that are given."""
+        return self._sequences(self._lengths, self.starts, self.before)
+
+    @cached_property
+    def seen(self) -> PackedSequences:
+        """What they attend to: themselves (`new`), and the tokens before them."""
+        if not any(self._before):
+            return self.new
+        counts = [n + before for n, before in zip(self._lengths, self._before, strict=True)]
+        return self._sequences(counts, to_device(np.cumsum([0, *counts]), self.columns.device), None)
+
+    def _sequences(self, counts: Sequence[int], starts: Tensor, before: Tensor | None) -> PackedSequences:
+        """So many tokens of each prompt, behind `before` others."""
+        device, total = starts.device, sum(counts)
+        rows = torch.arange(len(counts), device=device).repeat_interleave(starts[1:] - starts[:-1], output_size=total)
+        first = self.columns[rows]
+        columns = first + torch.arange(total, device=device) - starts[rows]
+        if before is not None:
+            columns = columns + before[rows]
+        slots = rows if self.slots is None else self.slots[rows]
+        return PackedSequences(starts.to(torch.int32), max(counts), slots, first, columns)
+
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]"""
-        return x[self._is_real]
+        return x.flatten(0, 1).index_select(0, self._index)
 
     def last(self, h: Tensor) -> Tensor:
         """The states of each prompt's last token: [N, D] -> [B, 1, D]."""
@@ -246,6 +310,9 @@ class Backend:
     has_matrix_units = False
     """Multiplying many tokens costs little more than one token (a rough answer is enough for
     `skipdecode.speculative.latency_model`)."""
+    has_host_memory = False
+    """The host reads what this back end computes at no cost, so that prompts can be packed by lengths that were not
+    given (`PackedPrompts`)."""
     supports_graph_capture = False
     """`prepare_step` and `decode_attention` take `GraphKVRange`, so that captured steps read their bounds on the
     device."""
@@ -333,6 +400,11 @@ class Backend:
         """Whether prompts go through `layers` without padding, into a cache like `memory` [B, G, S, K]. With padding,
         masked columns are read too, so what they hold must be finite."""
         return False
+
+    def why_padded(self, layers: Sequence[FusedLayer | None], dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why prompts of this type go through `layers` with padding on a device of this back end, which without it
+        takes less time; None if they have none, or if this back end knows no other way."""
+        return None
 
     def supports_shared_prefix(self, layers: Sequence[FusedLayer | None]) -> bool:
         """Whether attention of `layers` can read one copy of a `SharedPrefix` for several rows, in packed prompts and

@@ -35,7 +35,7 @@ from skipdecode.config.model import Quantization
 class CompiledBackend(Backend):
     """`Backend` for CPUs."""
 
-    supports_multi_token_rows = accepts_fewer_rows = True
+    supports_multi_token_rows = accepts_fewer_rows = has_host_memory = True
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:

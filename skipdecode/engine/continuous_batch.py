@@ -135,7 +135,7 @@ class ContinuousBatch:
         """Bytes held while `num_rows` rows of up to `prompt` tokens and `limit` new ones join: the memory of the batch
         before and after, and the cache of the prompts where these are copied."""
         held = self._cache.bytes_with([prompt] * num_rows, [limit] * num_rows) + self._prefixes.nbytes
-        if self._feeds_in_place:
+        if self._reads_prefixes:
             return held
         return held + 2 * num_rows * rounded_columns(prompt) * len(self._attn_ends) * (
             self.model.config.kv_dim * self.model.dtype.itemsize
@@ -186,7 +186,7 @@ class ContinuousBatch:
         slots = self._cache.take(self._own_lengths(requests, sharing), _limits(requests))
         for member, slot in zip(members, slots, strict=True):
             member.slot = slot
-        if sharing is None or not self._feeds_in_place:
+        if sharing is None or not self._reads_prefixes:
             return
         try:
             found = self._prefixes.take(sharing)
@@ -206,10 +206,15 @@ class ContinuousBatch:
         """True if prompts are fed where the rows are decoded, not copied there."""
         return self.model.supports_packed_prompts(self._cache.memory_of(0)[0])
 
+    @property
+    def _reads_prefixes(self) -> bool:
+        """True if a prefix that rows share is read where it is stored once, not copied to each of them."""
+        return self._feeds_in_place and self.model.supports_shared_prefix
+
     def _own_lengths(self, requests: Sequence[Request], sharing: PrefixSharing | None) -> list[int]:
         """The tokens of each prompt that lie in the row's own slot."""
         lengths = [len(request.prompt_tokens) for request in requests]
-        if sharing is None or not self._feeds_in_place:
+        if sharing is None or not self._reads_prefixes:
             return lengths
         return [n - before for n, before in zip(lengths, sharing.lengths(sharing.prefix_of_row), strict=True)]
 
@@ -217,7 +222,7 @@ class ContinuousBatch:
         """Fills the slots of newcomers; returns what `feed_prompts` does."""
         model, plan = self.model, self.schedule.prefill()
         requests, slots = [member.row.request for member in members], [member.slot for member in members]
-        if self._feeds_in_place:
+        if self._feeds_in_place and (sharing is None or self._reads_prefixes):
             prefixes = [member.prefix for member in members]
             own = [request.prompt_tokens[len(request.prompt_tokens) - slot.prompt :]
                    for request, slot in zip(requests, slots, strict=True)]  # fmt: skip

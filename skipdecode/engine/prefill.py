@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.cuda_graphs import CudaGraphs
-from skipdecode.engine.prefix_sharing import Allocate, PrefixSharing, SharedPrompts
+from skipdecode.engine.prefix_sharing import Allocate, Parts, PrefixSharing, SharedPrompts
 from skipdecode.engine.request import Request
 from skipdecode.kv.slot_cache import Slot, SlotCache
 from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
@@ -23,6 +23,7 @@ from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_owner_of_layers
 
 PREFILL_BYTES = 1 << 30  # GPU memory for states, masks and copies of keys of the prompts that are fed together
+PACKED_TOKENS = 8192  # of prompts without padding that are fed together: enough for products to be at their best
 PROMPT_STEP = 16  # lengths are padded to multiples: kernels prepare for every shape, and padding costs little
 
 
@@ -54,20 +55,26 @@ def feed_prompts(
     cache: KVCache,
     plan: LayerPlan,
     *,
-    num_pad: Tensor | None = None,
     in_equal_parts: bool = False,
     return_argmax: bool = False,
 ) -> Tensor:
     """Feeds left-padded prompts [B, P] into an empty `cache`: logits of the last column [B, V], or with `return_argmax`
     the most likely token [B].
 
-    `rows_at_once` rows go through together, on a GPU without the columns that are padding in all of them. `num_pad`
-    [B]: padding of the prompts; None if it is that of `cache`. `in_equal_parts`: all parts have the same size, and all
-    columns, so that a row's result does not depend on its index in the batch.
+    Where the model `supports_packed_prompts`, `packed_parts` go through together, without padding; elsewhere
+    `rows_at_once` rows, on a GPU without the columns that are padding in all of them. `in_equal_parts`: all parts have
+    the same size, and all columns, so that a row's result does not depend on its index in the batch.
     """
-    num_pad = cache.num_pad if num_pad is None else num_pad
-    positions = (torch.arange(tokens.shape[1], device=model.device) - num_pad[:, None]).clamp(min=-1)
-    whole = len(tokens)
+    positions = (torch.arange(tokens.shape[1], device=model.device) - cache.num_pad[:, None]).clamp(min=-1)
+    whole, made = len(tokens), []
+    if not in_equal_parts and cache.num_pad_host is not None and model.supports_packed_prompts(cache.k[0]):
+        lengths = [tokens.shape[1] - pad for pad in cache.num_pad_host]
+        for part in packed_parts(model, lengths):
+            view = cache.slice_rows(part.start, part.stop)
+            own = lengths[part]
+            made.append(model(tokens[part], positions[part], view, plan, return_argmax=return_argmax, lengths=own))
+        cache.length += tokens.shape[1]
+        return torch.cat(made)
     rows = rows_at_once(model, tokens.shape[1], tokens.shape[1], has_mask=cache.valid is not None)
     if in_equal_parts:
         rows = next(size for size in range(min(rows, whole), 0, -1) if whole % size == 0)
@@ -75,7 +82,6 @@ def feed_prompts(
     # over a long prompt is larger than everything else.
     trims = model.device.type == "cuda" and not in_equal_parts and cache.valid is not None
     paddings = cache.num_pad_host if trims else None
-    made = []
     for at in range(0, whole, rows):
         part = slice(at, min(at + rows, whole))
         pad = 0 if paddings is None else min(paddings[part])
@@ -103,29 +109,38 @@ def feed_in_place(
 
     `before[i]` tokens come before them, in the same slot, or in `shared` if it is given.
     """
-    made, filler = [], model.config.filler_token_id
-    for part in _parts_of(lines, model.max_prefill_tokens):
-        some, ends = lines[part], to_device(list(before[part]), model.device, torch.int64)
-        longest = max(map(len, some))
+    made, filler, lengths = [], model.config.filler_token_id, list(map(len, lines))
+    for part in packed_parts(model, lengths, before):
+        some, own = lines[part], lengths[part]
+        ends, longest = to_device(list(before[part]), model.device, torch.int64), max(own)
         tokens = to_device([[filler] * (longest - len(line)) + list(line) for line in some], model.device)
-        num_pad = to_device([longest - len(line) for line in some], model.device)
+        num_pad = to_device([longest - count for count in own], model.device)
         at = torch.arange(longest, device=model.device) - num_pad[:, None]
         positions = torch.where(at >= 0, at + ends[:, None], -1)
         view = cache.prompts_at(slots[part])
         view.shared = None if shared is None else shared.of(part)
-        made.append(model(tokens, positions, view, plan, return_argmax=return_argmax, before=ends))
+        how = {"before": before[part], "lengths": own}
+        made.append(model(tokens, positions, view, plan, return_argmax=return_argmax, **how))
     return torch.cat(made)
 
 
-def _parts_of(lines: Sequence[Sequence[int]], most: int) -> Iterator[slice]:
-    """Consecutive lines of together at most `most` tokens, at least one."""
-    start = total = 0
-    for at, line in enumerate(lines):
-        if at > start and total + len(line) > most:
+def packed_parts(model: Decoder, lengths: Sequence[int], before: Sequence[int] | None = None) -> Iterator[slice]:
+    """The prompts that go through the model together without padding: consecutive ones of at most PACKED_TOKENS tokens
+    (`lengths`), and on a GPU of at most PREFILL_BYTES; at least one. `before`: tokens of each that are cached already,
+    whose keys and values are read with its own.
+    """
+    most, room = min(model.max_prefill_tokens, PACKED_TOKENS), PREFILL_BYTES
+    is_gpu = model.device.type == "cuda"
+    of_token = _bytes_of_row(model, 1, 1, has_mask=False) if is_gpu else 0
+    of_cached = 2 * model.config.kv_dim * model.dtype.itemsize if is_gpu and any(before or ()) else 0
+    start = tokens = size = 0
+    for at, (count, cached) in enumerate(zip(lengths, before or [0] * len(lengths), strict=True)):
+        its_size = count * of_token + (count + cached) * of_cached
+        if at > start and (tokens + count > most or size + its_size > room):
             yield slice(start, at)
-            start, total = at, 0
-        total += len(line)
-    yield slice(start, len(lines))
+            start, tokens, size = at, 0, 0
+        tokens, size = tokens + count, size + its_size
+    yield slice(start, len(lengths))
 
 
 def shared_prompts(
@@ -140,7 +155,8 @@ def shared_prompts(
     """The prompts of a batch with shared prefixes, to be fed later."""
     prompts, at_once = [r.prompt_tokens for r in requests], partial(rows_at_once, model, has_mask=True)
     assert len(prompts) == len(sharing.prefix_of_row), "the sharing of another batch"
-    return SharedPrompts(model, prompts, schedule, sharing, allocate, rows_at_once=at_once, copies=copies)
+    how = Parts(at_once, partial(packed_parts, model))
+    return SharedPrompts(model, prompts, schedule, sharing, allocate, parts=how, copies=copies)
 
 
 def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) -> int:

@@ -11,9 +11,9 @@ tokens: kernels add up bfloat16 values of two columns at a time, which keeps the
 B rows, R prefixes, P columns of whole prompts, T of those fed, S of prefixes, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ class Allocate(Protocol):
     def __call__(self, num_pad: Tensor, columns: int, *, num_pad_host: Sequence[int]) -> KVCache:
         """A cache with `columns` for prompts; `num_pad` and `num_pad_host` [B] are the same numbers, on the device and
         on the host."""
+
+
+class Parts(NamedTuple):
+    """How prompts are split into parts that go through the model together (`skipdecode.engine.prefill`)."""
+
+    rows_at_once: Callable[[int, int], int]
+    """From columns fed and columns attended to: the rows of a part, with padding."""
+    packed: Callable[[Sequence[int], Sequence[int]], Iterable[slice]]
+    """From the tokens fed and the tokens cached of each row: the rows of each part, without padding."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +163,12 @@ class SharedPrompts:
         sharing: PrefixSharing,
         allocate: Allocate,
         *,
-        rows_at_once: Callable[[int, int], int],
+        parts: Parts,
         copies: bool = False,
     ) -> None:
-        """`rows_at_once(columns fed, columns attended to)`: how many rows are fed together. `copies`: prefixes are
-        copied to all rows even if the back end could read them in place."""
-        self.model, self.sharing, self._rows_at_once = model, sharing, rows_at_once
+        """`parts`: which rows are fed together. `copies`: prefixes are copied to all rows even if the back end could
+        read them in place."""
+        self.model, self.sharing, self._parts = model, sharing, parts
         self._prefix_cache = _allocate_prefix_cache(model, sharing, schedule)
         self._prefix_tokens = _padded(model, sharing.prefixes)
         self._before = sharing.lengths(sharing.prefix_of_row)
@@ -210,10 +219,13 @@ class SharedPrompts:
         cached = had if has_all else [0] * num_rows
         # [B] tokens to feed
         lengths = [columns - pad - n for pad, n in zip(_paddings_of(cache), cached, strict=True)]
-        rows = self._rows_at_once(max(lengths), columns)
+        if is_unpadded:
+            parts = list(self._parts.packed(lengths, had))
+        else:
+            rows = self._parts.rows_at_once(max(lengths), columns)
+            parts = [slice(at, min(at + rows, num_rows)) for at in range(0, num_rows, rows)]
         made = []
-        for at in range(0, num_rows, rows):
-            part = slice(at, min(at + rows, num_rows))
+        for part in parts:
             T = max(lengths[part])
             view = cache.slice_rows(part.start, part.stop)
             view.length = columns - T
@@ -222,8 +234,9 @@ class SharedPrompts:
                 positions = torch.where(positions >= 0, positions + before[part, None], -1)
             elif is_unpadded:  # otherwise they are run again: a few tokens, so that all rows are fed the same number
                 positions = torch.where(positions >= before[part, None], positions, -1)
-            fed, ends = tokens[part, columns - T :], before[part].contiguous()
-            made.append(self.model(fed, positions.clamp(min=-1), view, plan, return_argmax=return_argmax, before=ends))
+            fed, own = tokens[part, columns - T :], lengths[part] if is_unpadded else None
+            how = {"return_argmax": return_argmax, "before": had[part], "lengths": own}
+            made.append(self.model(fed, positions.clamp(min=-1), view, plan, **how))
         cache.length = columns
         return torch.cat(made)
 

@@ -393,13 +393,18 @@ class PackedPromptsView:
     has_kernels = stores_by_kernel = True
 
     def __init__(
-        self, cache: KVCache, positions: Tensor, tables: RotaryTables, num_cached: Tensor | None = None
+        self,
+        cache: KVCache,
+        positions: Tensor,
+        tables: RotaryTables,
+        num_cached: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
-        """`num_cached` [B] int64: tokens of each prompt that are already in `cache` or in a shared prefix; None if none
-        are."""
+        """`num_cached` [B]: tokens of each prompt that are already in `cache` or in a shared prefix; None if none are.
+        `lengths` as in `PackedPrompts`."""
         self._cache, self._positions, self._tables = cache, positions, tables
         columns = cache.num_pad if cache.shared is None else cache.num_pad - cache.shared.counts
-        self.prompts = PackedPrompts(positions, columns, num_cached, cache.slots)
+        self.prompts = PackedPrompts(positions, columns, num_cached, cache.slots, lengths)
         self.pack = self.prompts.pack
 
     def attend(

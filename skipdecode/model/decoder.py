@@ -6,6 +6,7 @@ At full depth it is numerically the Hugging Face model of the family in eval mod
 B rows, T new tokens, D width, E embedding width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -131,7 +132,15 @@ class Decoder(nn.Module):
 
     def supports_packed_prompts(self, memory: Tensor) -> bool:
         """True if prompts can be fed without padding into a cache like `memory` [B, G, S, K]."""
-        return backend_on(self.device).supports_packed_prompts(self._fused, memory)
+        return self.placement is None and backend_on(self.device).supports_packed_prompts(self._fused, memory)
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why prompts are fed with padding, which without it takes less time (`Backend.why_padded`); None if they have
+        none, or if there is no other way here."""
+        if self.placement is not None:
+            return None
+        return backend_on(self.device).why_padded(self._fused, self.dtype, self.device)
 
     @property
     def _fused(self) -> list[FusedLayer | None]:
@@ -238,14 +247,16 @@ class Decoder(nn.Module):
         ffns: FFNExecutor = ALL_ROWS,
         *,
         return_argmax: bool = False,
-        before: Tensor | None = None,
+        before: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Feeds T tokens per row after those in `cache`, and stores their K/V: [B, T] int64 -> logits [B, V] of the
         last.
 
         `ffns` runs the batch's feed-forward blocks. `return_argmax`: return the most likely token [B] int64 instead.
-        `before` [B] int64: number of leading prompt tokens that are already cached, here or in a shared prefix;
-        `tokens` are the rest.
+        `before` [B]: number of leading prompt tokens that are already cached, here or in a shared prefix; `tokens` are
+        the rest. `lengths` [B]: how many of a prompt's `tokens` are no padding; None: not known on the host, or of no
+        concern since the batch has a fixed shape, so that on a GPU prompts keep their padding.
         """
         T = tokens.shape[1]
         is_prompt = before is not None or (T > 1 and cache.length == 0)
@@ -256,8 +267,9 @@ class Decoder(nn.Module):
             cache.length += T
             return self.argmax(last) if return_argmax else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_tables)
-        if ranges.last_token_from is not None and self.supports_packed_prompts(cache.k[0]):
-            kv = prompts = PackedPromptsView(cache, positions, self.rotary_tables, before)
+        knows_lengths = lengths is not None or backend_on(self.device).has_host_memory
+        if ranges.last_token_from is not None and knows_lengths and self.supports_packed_prompts(cache.k[0]):
+            kv = prompts = PackedPromptsView(cache, positions, self.rotary_tables, before, lengths)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
