@@ -2,15 +2,16 @@
 
 `triton_kernels` implements them; `torch_kernels` is their reference in torch's operators.
 
-B rows, D width, H query heads, G KV heads, K head dim, F feed-forward width, V vocabulary.
+B rows, N tokens of prompts, D width, H query heads, G KV heads, K head dim, F feed-forward width, V vocabulary.
 """
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import GraphKVRange, KVRange
+from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
 from skipdecode.config.model import FeedForwardKind
 
 
@@ -59,6 +60,23 @@ class Kernels(Protocol):
         already. No other column is read, so the rest of the memory may hold anything. Where `columns` has `slots` and
         `query_index`, tokens of one slot are all stored before any of them attends.
         """
+
+    def why_no_prompts(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why `attend_packed` does not take such heads; None if it does."""
+
+    def store(
+        self, heads: Heads, q: Tensor | None, k: Tensor, v: Tensor, prompts: PackedPrompts,
+        memory: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        """Stores keys and values [N, G K], rows of any stride, of the new tokens of prompts in `memory`, k and v
+        [R, G, S, K]. Returns queries [N, H, K] (None: none are given) and keys [N, G, K] after norms and rotary
+        embedding."""
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `flash_attention.flash_attention`."""
 
     def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:
         """The sum of h [B, D], y [B, D] and `bias` [D] (y and bias may be None), rounded to the type of h, and its

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends.backend import GraphKVRange, KVRange
+from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
 from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.rope import apply_rotary, rotation_at
+from skipdecode.backends.flash_attention import reference_attention
+from skipdecode.backends.rope import Rotation, apply_rotary, rotation_at
 from skipdecode.backends.torch_sampling import likeliest, pick_by_sort
 from skipdecode.config.model import FeedForwardKind
 
@@ -27,13 +28,8 @@ class TorchKernels:
         slots = columns.slots if isinstance(columns, KVRange) else None
         rows = torch.arange(len(q), device=q.device) if slots is None else slots
         rotation = rotation_at(heads.rotary_table, (last - first)[:, None])
-
-        def ready(x: Tensor, weight: Tensor | None) -> Tensor:
-            x = x.reshape(len(q), -1, 1, heads.head_dim)  # [B, heads, 1, K]
-            return apply_rotary(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), rotation)
-
         if k is not None and v is not None:
-            keys[rows, :, last] = ready(k, heads.k_norm)[:, :, 0]
+            keys[rows, :, last] = ready(heads, k, heads.k_norm, rotation)[:, :, 0]
             values[rows, :, last] = v.reshape(len(q), heads.kv_heads, heads.head_dim)
         if slots is not None:
             keys, values = keys[slots], values[slots]
@@ -44,9 +40,29 @@ class TorchKernels:
         seen = sees[:, None, :, None]
         keys, values = keys.masked_fill(~seen, 0), values.masked_fill(~seen, 0)  # other columns may hold anything
         out = F.scaled_dot_product_attention(
-            ready(q, heads.q_norm), keys, values, attn_mask=sees[:, None, None], enable_gqa=True
+            ready(heads, q, heads.q_norm, rotation), keys, values, attn_mask=sees[:, None, None], enable_gqa=True
         )
         return out.flatten(1)
+
+    def why_no_prompts(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        return None
+
+    def store(
+        self, heads: Heads, q: Tensor | None, k: Tensor, v: Tensor, prompts: PackedPrompts,
+        memory: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        keys, values, new = *memory, prompts.new
+        rotation = rotation_at(heads.rotary_table, (new.columns - new.first)[:, None])
+        own = ready(heads, k, heads.k_norm, rotation)[:, :, 0]
+        keys[new.slots, :, new.columns] = own
+        values[new.slots, :, new.columns] = v.reshape(own.shape)
+        return None if q is None else ready(heads, q, heads.q_norm, rotation)[:, :, 0], own
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        return reference_attention(q, k, v, q_starts, k_starts, max_q, max_k, window)
 
     def add_norm(self, h: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None, *, is_pre: bool) -> Tensor:
         total = h if y is None else h + (y if bias is None else y + bias)
@@ -66,6 +82,12 @@ class TorchKernels:
 
     def draw(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
         return pick_by_sort(logits.float(), temperature, top_k, top_p, uniform)
+
+
+def ready(heads: Heads, x: Tensor, weight: Tensor | None, rotation: Rotation | None) -> Tensor:
+    """Heads [B, heads K] after norm and rotary embedding: [B, heads, 1, K]."""
+    x = x.reshape(len(x), -1, 1, heads.head_dim)
+    return apply_rotary(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), rotation)
 
 
 def normed_by(norm: Norm, x: Tensor) -> Tensor:

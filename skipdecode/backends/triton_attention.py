@@ -1,8 +1,9 @@
 """Triton's attention kernels: for one new token per row, and for several, as when drafts are verified.
 
 `attend_kernel` stores and attends in one launch. With several tokens of a row any may attend to any, so `store_kernel`
-stores the keys and values of all first, and `attend_several_kernel` attends. `triton_kernels` launches them. Triton
-inlines the helper functions, which therefore share registers. No column is read but a row's own.
+stores the keys and values of all first, and `attend_several_kernel` attends; those of prompts are stored likewise.
+`triton_kernels` launches them. Triton inlines the helper functions, which therefore share registers. No column is read
+but a row's own.
 
 B rows or tokens, G KV heads, K head dim (KP padded), M queries that share a KV head (GROUP, padded), T tokens of a row
 that are handled together. Names in capitals are pointers, and constants at compile time.
@@ -221,14 +222,16 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS"])
 def store_kernel(
-    Q, NEW_K, NEW_V, KEYS, VALUES, SLOTS, FIRST, LAST, READY, ROTATIONS, Q_NORM, K_NORM,
+    Q, NEW_K, NEW_V, KEYS, VALUES, SLOTS, FIRST, LAST, READY, READY_KEYS, ROTATIONS, Q_NORM, K_NORM,
     q_row, k_row, v_row, memory_row, memory_head, num_positions, epsilon,
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
-    HAS_NEW: tl.constexpr, HAS_Q: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr,
+    HAS_NEW: tl.constexpr, HAS_Q: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
 ):  # fmt: skip
     """For one token and KV head: stores the new key, after norm and rotary embedding, and the value (HAS_NEW), and the
-    queries that share the head, likewise, in READY [N, G GROUP K] (HAS_Q)."""
-    g, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    queries that share the head, likewise, in READY [N, G GROUP K] (HAS_Q). HAS_KEYS: the key goes to READY_KEYS
+    [N, G K], too."""
+    n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     last = tl.load(LAST + n)
     position = tl.minimum(last - tl.load(FIRST + n), num_positions - 1)
     d, m, one = tl.arange(0, KP), tl.arange(0, M), tl.arange(0, 1)
@@ -243,7 +246,10 @@ def store_kernel(
         keys, values = memory_of(KEYS, VALUES, None, tl.load(SLOTS + n), g, memory_row, memory_head, False)
         rows = n * k_row + g * K + one[:, None]
         new = ready(NEW_K, rows, d, is_in[None, :], position, K_NORM, ROTATIONS, epsilon, K, HALF, HAS_K_NORM)
-        tl.store(keys + last * K + d[None, :], new.to(keys.dtype.element_ty), mask=is_in[None, :])
+        new = new.to(keys.dtype.element_ty)
+        tl.store(keys + last * K + d[None, :], new, mask=is_in[None, :])
+        if HAS_KEYS:
+            tl.store(READY_KEYS + n * (G * K) + g * K + d[None, :], new, mask=is_in[None, :])
         new_v = tl.load(NEW_V + n * v_row + g * K + d, mask=is_in, other=0.0)
         tl.store(values + last * K + d, new_v, mask=is_in)
 

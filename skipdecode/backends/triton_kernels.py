@@ -8,8 +8,9 @@ import os
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import GraphKVRange, KVRange
+from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
 from skipdecode.backends.cuda_kernels import Heads, Norm
+from skipdecode.backends.flash_attention import flash_attention, misfit, reference_attention
 from skipdecode.backends.triton_attention import attend_kernel, attend_several_kernel, store_kernel
 from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
 from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
@@ -99,17 +100,8 @@ class TritonKernels:
         changes_queries = table is not None or heads.q_norm is not None
         ready = q.new_empty(N, H * K) if changes_queries else q
         if changes_queries or k is not None:
-            launch(
-                store_kernel,
-                (G, N),
-                q, k, v, keys, values, columns.slots, columns.first, columns.last, ready,
-                table, heads.q_norm, heads.k_norm,
-                q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0), *strides,
-                1 if table is None else len(table), heads.epsilon,
-                G=G, GROUP=group, M=_power(group), K=K, KP=padded, HALF=0 if table is None else table.shape[1] // 2,
-                HAS_NEW=k is not None, HAS_Q=changes_queries, HAS_Q_NORM=heads.q_norm is not None,
-                HAS_K_NORM=heads.k_norm is not None, num_warps=1,
-            )  # fmt: skip
+            at = columns.slots, columns.first, columns.last
+            _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready, None)
         together = max(1, min(_power(columns.max_queries), TOGETHER // group))
         out = q.new_empty(N, H * K)
         launch(
@@ -123,6 +115,31 @@ class TritonKernels:
             num_warps=WARPS,
         )  # fmt: skip
         return out
+
+    def why_no_prompts(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        return misfit(head_dim, dtype) if device.type == "cuda" else None
+
+    def store(
+        self, heads: Heads, q: Tensor | None, k: Tensor, v: Tensor, prompts: PackedPrompts,
+        memory: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        N, H, G, K, new = len(k), heads.heads, heads.kv_heads, heads.head_dim, prompts.new
+        keys, values = _memory(KVRange(*memory, new.first, new.columns, new.slots), heads)
+        is_rotated = heads.rotary_table is not None
+        changes_queries = q is not None and (is_rotated or heads.q_norm is not None)
+        changes_keys = q is not None and (is_rotated or heads.k_norm is not None)
+        ready = k.new_empty(N, H * K) if changes_queries else q
+        own = k.new_empty(N, G * K) if changes_keys else k
+        at = new.slots, new.first, new.columns
+        _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready, own if changes_keys else None)
+        return None if ready is None else ready.view(N, H, K), own.view(N, G, K)
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        attend = flash_attention if q.device.type == "cuda" else reference_attention  # interpreted
+        return attend(q, k, v, q_starts, k_starts, max_q, max_k, window)
 
     def _parts(self, q: Tensor, G: int, splits: int, queries: int, K: int) -> tuple[Tensor | None, ...]:
         """Memory for the partial results of a row's parts, and the counters of the parts that are done."""
@@ -156,7 +173,7 @@ class TritonKernels:
         assert y.stride(1) == 1, y.stride()
         out, block = y.new_empty(B, F), 1024
         is_gelu = mlp == "geglu"
-        launch(gate_kernel, (-(-F // block), B), y, out, y.stride(0), F, IS_GELU=is_gelu, BLOCK=block, num_warps=4)
+        launch(gate_kernel, (B, -(-F // block)), y, out, y.stride(0), F, IS_GELU=is_gelu, BLOCK=block, num_warps=4)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -189,6 +206,27 @@ class TritonKernels:
         if device not in self._arrived:
             self._arrived[device] = torch.zeros(ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
         return self._arrived[device]
+
+
+def _store(
+    heads: Heads, q: Tensor | None, k: Tensor | None, v: Tensor | None, memory: tuple[Tensor, Tensor],
+    at: tuple[Tensor, Tensor, Tensor], ready: Tensor | None, ready_keys: Tensor | None,
+) -> None:  # fmt: skip
+    """Launches `store_kernel` for N tokens at these slots, first columns and columns. `q`: None if they stay as they
+    are; `ready_keys`: None if these go nowhere but into `memory`."""
+    (slots, first, last), (keys, values), table = at, memory, heads.rotary_table
+    G, K, group = heads.kv_heads, heads.head_dim, heads.heads // heads.kv_heads
+    launch(
+        store_kernel,
+        (len(last), G),
+        keys if q is None else q, k, v, keys, values, slots, first, last, ready, ready_keys,
+        table, heads.q_norm, heads.k_norm,
+        0 if q is None else q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
+        keys.stride(0), keys.stride(1), 1 if table is None else len(table), heads.epsilon,
+        G=G, GROUP=group, M=_power(group), K=K, KP=max(16, _power(K)), HALF=0 if table is None else table.shape[1] // 2,
+        HAS_NEW=k is not None, HAS_Q=q is not None, HAS_KEYS=ready_keys is not None,
+        HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None, num_warps=1,
+    )  # fmt: skip
 
 
 def _check(heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange) -> None:

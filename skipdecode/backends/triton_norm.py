@@ -42,7 +42,7 @@ def add_norm_kernel(
 def gate_kernel(Y, OUT, row, F, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     """act(gate) * up of [gate; up]; act(gate) is rounded as by torch's operator. GELU by tanh: x (1 + tanh(u)) / 2 =
     x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    b, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = f < F
     gate = tl.load(Y + b * row + f, mask=is_in, other=0.0)
     other = tl.load(Y + b * row + F + f, mask=is_in, other=0.0).to(tl.float32)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from skipdecode.backends.backend import GraphKVRange, KVRange
+from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.triton_kernels import TritonKernels
 from tests.support.triton_compile import compiled, launches_of
@@ -58,6 +58,22 @@ def places(K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0) 
     return run
 
 
+def prompts(
+    K: int, H: int, G: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False
+) -> Callable[[], object]:
+    """The store of prompts alone: their attention is torch's."""
+
+    def run() -> object:
+        weights = [torch.empty(K, dtype=dtype)] * 2 if norms else [None, None]
+        heads = Heads(H, G, K, torch.empty(256, int(K * turns)) if turns else None, *weights, epsilon=1e-6)
+        q, k, v = torch.empty(64, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
+        packed = PackedPrompts(torch.arange(16).expand(4, 16), torch.zeros(4, dtype=torch.int64))
+        memory = torch.empty(2, 4, G, 192, K, dtype=dtype)
+        return KERNELS.store(heads, q, k, v, packed, (memory[0], memory[1]))
+
+    return run
+
+
 def add_norm(D: int, kind: str, *, is_pre: bool = True, dtype: torch.dtype = BF16) -> Callable[[], object]:
     def run() -> object:
         h, y, one = torch.empty(64, D, dtype=dtype), torch.empty(64, D, dtype=dtype), torch.empty(D, dtype=dtype)
@@ -84,6 +100,9 @@ CASES: dict[str, Callable[[], object]] = {
     "attention, Gemma 3 270M": attend(256, 4, 1, 64, turns=1.0, norms=True, window=512),
     "attention, OPT-1.3B, places, parts": places(64, 32, 32, 4, 5),
     "attention, Llama-3.1-8B, places": places(128, 32, 8, 64, 5, turns=1.0),
+    "store of prompts, OPT-1.3B": prompts(64, 32, 32),
+    "store of prompts, Llama-3.1-8B": prompts(128, 32, 8, turns=1.0),
+    "store of prompts, Qwen3": prompts(128, 16, 8, turns=1.0, norms=True),
     "norm, OPT-1.3B": add_norm(2048, "layer"),
     "norm, OPT-66B": add_norm(9216, "layer"),
     "norm, Llama-3.1-8B": add_norm(4096, "rms"),
@@ -106,6 +125,8 @@ SLOW: dict[str, Callable[[], object]] = {
     "attention, OPT-6.7B, places": places(128, 32, 32, 64, 9),
     "attention, TinyLlama, places": places(64, 32, 4, 8, 9, turns=1.0),
     "attention, Qwen3, one place each": places(128, 16, 8, 64, 1, turns=1.0),
+    "store of prompts, Gemma 3 270M": prompts(256, 4, 1, turns=1.0, norms=True),
+    "store of prompts, StableLM, float16": prompts(80, 32, 32, turns=0.25, dtype=torch.float16),
     "norm, OPT-350m": add_norm(1024, "layer", is_pre=False),
     "norm, OPT-66B, float32": add_norm(9216, "layer", dtype=FP32),
     "argmax, Llama-3.1, float32": lambda: KERNELS.argmax(torch.empty(64, 128256)),
@@ -132,7 +153,7 @@ def main() -> None:
 def _tile(launched: tuple[object, tuple[object, ...], dict[str, int]]) -> dict[str, int]:
     """Loads of 16 bytes that a thread needs for keys and values of one block of columns; 0: no attention."""
     _, arguments, options = launched
-    if "KP" not in options:
+    if "BLOCK" not in options or "KP" not in options:
         return {"tile_loads": 0}
     keys = arguments[3]
     assert isinstance(keys, torch.Tensor)
