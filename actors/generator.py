@@ -206,13 +206,17 @@ class Generator:
 
     @property
     def why_slow(self) -> str | None:
-        """Why decoding is slower here than it could be: torch's operators in place of kernels, or steps that could not
-        be captured; None if it is not."""
+        """Why decoding is slower here than it could be: torch's operators in place of kernels, prompts with padding, or
+        steps that could not be captured; None if it is not."""
         if (reason := backend_on(self.device).why_slow) is not None:
             return reason
         chosen = choice_on(self.device)
         if self.device.type == "cpu" and dtype_name(self.dtype) not in ("float32", chosen.dtype):
             return f"the back end {chosen.name} has no kernels for {dtype_name(self.dtype)}"
+        # float32 keeps its padding by nature, and deterministic batches have one shape
+        can_be_packed = dtype_name(self.dtype) != "float32" and not self.config.deterministic
+        if can_be_packed and (reason := self.model.why_padded) is not None:
+            return f"prompts are fed with padding: {reason}"
         if self.graphs is None or self.graphs.failure is None:
             return None
         how_many = "some steps" if self.graphs.num_graphs else "steps"

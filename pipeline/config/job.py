@@ -321,8 +321,9 @@ class ActorsConfig(Section):
     """The share of a GPU's memory that a worker uses for weights and KV caches; the rest is for activations and CUDA
     graphs. On CPUs a worker uses a quarter of the free memory."""
     require_kernels: bool = False
-    """Whether a worker that would decode with torch's operators, or without the CUDA graphs that it should have, counts
-    as one that cannot start. Otherwise it decodes, several times slower, and the end of the run says so."""
+    """Whether a worker that would decode with torch's operators, without the CUDA graphs that it should have, or with
+    padding of prompts that need none, counts as one that cannot start. Otherwise it decodes more slowly, and the end of
+    the run says so."""
     length_buckets: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
         32,
         64,

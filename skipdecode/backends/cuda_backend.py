@@ -1,16 +1,18 @@
-"""The back end of CUDA devices: the kernels of a decode step and the order in which a layer calls them.
+"""The back end of CUDA devices: the kernels of decode steps and of prompts, and the order in which a layer calls them.
 
 A layer is four cuBLAS products with three or four kernels between them (`cuda_kernels`): attention of the new token,
 which also stores its key and value, and residual, bias and norm in one. An OPT layer is 7 kernels, a Llama layer 8.
-Prompts run in parts, by torch. What a kernel computes, CUDA graphs and cache memory are elsewhere.
+Prompts without padding take the same way, with torch's flash attention behind a kernel that stores keys and values.
+Where that cannot run, or takes no such type, prompts run in parts, by torch. What a kernel computes, CUDA graphs and
+cache memory are elsewhere.
 
-B rows, D width, H query heads, G KV heads, K head dim, F feed-forward width.
+B rows, N tokens of prompts, D width, H query heads, G KV heads, K head dim, F feed-forward width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,9 @@ from skipdecode.backends.backend import (
     KVRange,
     LayerNorms,
     LayerShape,
+    PackedPrompts,
     Product,
+    SharedPrefix,
     activate,
 )
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
@@ -89,6 +93,10 @@ class CudaProduct:
         """[B, in] -> [B, out]; `Kernels.add_norm` adds the bias."""
         return F.linear(x, self.weight)
 
+    def tail(self, start: int) -> "CudaProduct":
+        """The part for the outputs from `start` on."""
+        return CudaProduct(self.weight[start:], None if self.bias is None else self.bias[start:])
+
 
 def _relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """relu(x W^T + b) [..., out] as one cuBLASLt kernel."""
@@ -96,11 +104,48 @@ def _relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return flat.view(*x.shape[:-1], weight.shape[0])
 
 
-class CudaLayer:
-    """A decoder layer for one new token per row. `attention` and `feed` take normed states and leave the residual and
-    the last bias to the next norm."""
+class PromptRange(NamedTuple):
+    """The cache of one layer, into which prompts are fed without padding."""
 
-    store = None
+    k: Tensor
+    """[R, G, S, K]"""
+    v: Tensor
+    prompts: PackedPrompts
+
+
+def attend_prompts(kernels: Kernels, heads: Heads, q: Tensor, k: Tensor, v: Tensor, columns: PromptRange) -> Tensor:
+    """Attention of the new tokens of prompts, whose k and v [N, G K] are stored first: q [N, H K] -> [N, H K]."""
+    keys, values, prompts = columns
+    new, seen = prompts.new, prompts.seen
+    queries, k = kernels.store(heads, q, k, v, prompts, (keys, values))
+    assert queries is not None
+    v = v.view(k.shape)
+    if seen is not new:  # what came before lies in the cache alone
+        k, v = (memory[seen.slots, :, seen.columns] for memory in (keys, values))
+    out = kernels.attend_packed(queries, k, v, new.starts, seen.starts, new.longest, seen.longest, heads.window)
+    return out.flatten(1)
+
+
+class CudaKVStore:
+    """Stores the keys and values of prompts for one or several layers (`FusedKVStore`)."""
+
+    def __init__(
+        self, kernels: Kernels, norm: Norm | None, products: Sequence[CudaProduct], heads: Sequence[Heads]
+    ) -> None:
+        """`norm`: of the states; None: they are taken as they are. `products`, `heads`: of each layer, its projection
+        D -> 2 G K, keys above values, and its heads."""
+        self._kernels, self._norm, self._products, self._heads = kernels, norm, products, heads
+
+    def __call__(self, h: Tensor, prompts: PackedPrompts, memory: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        x = h if self._norm is None else self._kernels.add_norm(h, None, None, self._norm, is_pre=True)
+        for layer, own in memory.items():
+            k, v = self._products[layer](x).chunk(2, dim=-1)
+            self._kernels.store(self._heads[layer], None, k, v, prompts, own)
+
+
+class CudaLayer:
+    """A decoder layer for one new token per row, or for packed prompts. `attention` and `feed` take normed states and
+    leave the residual and the last bias to the next norm."""
 
     def __init__(
         self,
@@ -120,12 +165,25 @@ class CudaLayer:
         queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         assert self._qkv.outputs in (queries, queries + 2 * kv), (self._qkv.outputs, queries, kv)
         self._sizes = [queries] if self._qkv.outputs == queries else [queries, kv, kv]
+        self.store: CudaKVStore | None = None
+        if len(self._sizes) == 3:
+            first = self.attn_norm if shape.is_pre_norm else None
+            self.store = CudaKVStore(kernels, first, [self._qkv.tail(queries)], [self._heads])
 
-    def attention(self, x: Tensor, columns: KVRange | GraphKVRange) -> Tensor:
+    @property
+    def head_dim(self) -> int:
+        return self._heads.head_dim
+
+    def attention(self, x: Tensor, columns: KVRange | GraphKVRange | PromptRange) -> Tensor:
         """Normed states [B, D] -> [B, D], without `out_bias`."""
         parts = torch.split(self._qkv(x), self._sizes, dim=-1)
         k, v = parts[1:] if len(parts) == 3 else (None, None)
-        y = self._kernels.attend(self._heads, parts[0], k, v, columns)
+        if isinstance(columns, PromptRange):
+            assert k is not None, "keys and values of prompts are stored as they are fed"
+            assert v is not None
+            y = attend_prompts(self._kernels, self._heads, parts[0], k, v, columns)
+        else:
+            y = self._kernels.attend(self._heads, parts[0], k, v, columns)
         return self._last(self._out, y, self._out_norms[0])
 
     def feed(self, x: Tensor) -> Tensor:
@@ -138,8 +196,19 @@ class CudaLayer:
         made = product.without_bias(y) if norm is None else product(y)
         return made if norm is None else self._kernels.add_norm(made, None, None, norm, is_pre=True)
 
-    def run_prompts(self, *_args: object, **_keys: object) -> Tensor:
-        raise AssertionError("prompts run in parts on CUDA devices")
+    def run_prompts(
+        self,
+        h: Tensor,
+        prompts: PackedPrompts,
+        memory: tuple[Tensor, Tensor] | None,
+        *,
+        runs_ffn: bool,
+        shared: SharedPrefix | None = None,
+    ) -> Tensor:
+        assert shared is None, "these kernels read no shared prefix"
+        assert len(h) == prompts.num_tokens, (len(h), prompts.num_tokens)
+        columns = None if memory is None else [PromptRange(*memory, prompts)]
+        return _run(self._kernels, [self], columns, h, runs_ffn=runs_ffn)
 
 
 class CudaBackend(Backend):
@@ -148,8 +217,9 @@ class CudaBackend(Backend):
     supports_multi_token_rows = needs_query_index = True
     supports_graph_capture = True
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: Kernels, *, no_packed_prompts: str | None = None) -> None:
+        """`no_packed_prompts`: why no prompts are fed without padding in this process; None: some are."""
+        self.kernels, self._no_packed_prompts = kernels, no_packed_prompts
 
     def pack(
         self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
@@ -175,23 +245,35 @@ class CudaBackend(Backend):
         *,
         runs_ffn: bool,
     ) -> Callable[[Tensor], Tensor]:
-        return partial(self._step, cast(Sequence[CudaLayer], layers), columns, runs_ffn)
+        return partial(_run, self.kernels, cast(Sequence[CudaLayer], layers), columns, runs_ffn=runs_ffn)
 
-    def _step(
-        self, own: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, runs_ffn: bool, h: Tensor
-    ) -> Tensor:
-        states = h.view(len(h), -1)
-        pending: Tensor | None = None  # a sublayer's output, which the next norm adds to the states with `bias`
-        bias: Tensor | None = None
-        for norm, its_bias, run in _sublayers(own, columns, runs_ffn=runs_ffn):
-            if own[0].is_pre_norm:
-                x = self.kernels.add_norm(states, pending, bias, norm, is_pre=True)
-                pending, bias = run(x), its_bias
-            else:
-                self.kernels.add_norm(states, run(states), its_bias, norm, is_pre=False)
-        if pending is not None:
-            self.kernels.add_norm(states, pending, bias, None, is_pre=True)
-        return h
+    def fuse_kv_store(
+        self,
+        shape: LayerShape,
+        norm: nn.Module,
+        products: Sequence[Product | None],
+        k_norms: Sequence[nn.Module | None],
+        tables: Sequence[Tensor | None],
+    ) -> CudaKVStore | None:
+        if None in products:
+            return None
+        sizes = shape.heads, shape.kv_heads, shape.head_dim
+        heads = [
+            Heads(*sizes, table, None, _weight(k_norm), epsilon=shape.epsilon)
+            for table, k_norm in zip(tables, k_norms, strict=True)
+        ]
+        return CudaKVStore(self.kernels, _norm(shape, norm), cast(Sequence[CudaProduct], products), heads)
+
+    def supports_packed_prompts(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
+        is_ours = _are_kernels(layers) and self.decode_attention(memory) is not None
+        return is_ours and self.why_padded(layers, memory.dtype, memory.device) is None
+
+    def why_padded(self, layers: Sequence[FusedLayer | None], dtype: torch.dtype, device: torch.device) -> str | None:
+        if not _are_kernels(layers):
+            return None
+        dims = {layer.head_dim for layer in cast(Sequence[CudaLayer], layers)}
+        misfits = [self.kernels.why_no_prompts(dim, dtype, device) for dim in sorted(dims)]
+        return next((why for why in misfits if why is not None), self._no_packed_prompts)
 
     def warm_up_batch_sizes(self, most: int) -> list[int]:
         """Powers of two and `most`: the number of programs per row changes there (`triton_kernels.splits_for`)."""
@@ -245,13 +327,34 @@ class CudaBackend(Backend):
         ]
 
 
+Columns = KVRange | GraphKVRange | PromptRange
 Sublayer = tuple[Norm, Tensor | None, Callable[[Tensor], Tensor]]
 """A sublayer: its norm, the bias that is left to the next norm, and its function of normed states."""
 
 
-def _sublayers(
-    layers: Sequence[CudaLayer], columns: Sequence[KVRange | GraphKVRange] | None, *, runs_ffn: bool
-) -> list[Sublayer]:
+def _are_kernels(layers: Sequence[FusedLayer | None]) -> bool:
+    return all(isinstance(layer, CudaLayer) for layer in layers)
+
+
+def _run(
+    kernels: Kernels, layers: Sequence[CudaLayer], columns: Sequence[Columns] | None, h: Tensor, *, runs_ffn: bool
+) -> Tensor:
+    """Takes h [B, 1, D] or [N, D] through the layers in place."""
+    states = h.view(len(h), -1)
+    pending: Tensor | None = None  # a sublayer's output, which the next norm adds to the states with `bias`
+    bias: Tensor | None = None
+    for norm, its_bias, run in _sublayers(layers, columns, runs_ffn=runs_ffn):
+        if layers[0].is_pre_norm:
+            x = kernels.add_norm(states, pending, bias, norm, is_pre=True)
+            pending, bias = run(x), its_bias
+        else:
+            kernels.add_norm(states, run(states), its_bias, norm, is_pre=False)
+    if pending is not None:
+        kernels.add_norm(states, pending, bias, None, is_pre=True)
+    return h
+
+
+def _sublayers(layers: Sequence[CudaLayer], columns: Sequence[Columns] | None, *, runs_ffn: bool) -> list[Sublayer]:
     sublayers: list[Sublayer] = []
     for number, layer in enumerate(layers):
         if columns is not None:

@@ -16,6 +16,7 @@ from skipdecode.backends.choice import VARIABLE, BackendError, Choice, choose
 from skipdecode.backends.cpu_backend import CPU
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.errors import is_out_of_memory
+from skipdecode.backends.flash_attention import TYPES, missing
 from skipdecode.backends.kernel_self_test import KernelShape, self_test
 from skipdecode.config.model import DecoderConfig
 from skipdecode.user_cache import own_folder
@@ -33,6 +34,8 @@ TRITON_CACHE: Final = "TRITON_CACHE_DIR"
 
 _unfit: dict[KernelShape, str] = {}
 """Shapes of models at which a kernel failed in this process, and how."""
+_unfit_prompts: dict[KernelShape, str] = {}
+"""Those at which packed prompts did."""
 
 
 def backend_on(device: torch.device) -> Backend:
@@ -83,12 +86,15 @@ def cuda_backend() -> Backend:
         return TorchOnCuda()
     from skipdecode.backends.triton_kernels import TritonKernels
 
-    return CudaBackend(TritonKernels())
+    return CudaBackend(TritonKernels(), no_packed_prompts=missing() or next(iter(_unfit_prompts.values()), None))
 
 
 def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Runs the kernels once at the shapes of a model that is to decode on a CUDA device. Where one fails or is wrong,
-    this process uses torch's operators on CUDA devices from then on. BackendError if the user forces the kernels."""
+    this process uses torch's operators on CUDA devices from then on. BackendError if the user forces the kernels.
+
+    Where those of packed prompts alone fail, prompts are fed with padding (`Backend.why_padded`).
+    """
     if device.type != "cuda" or choose_cuda().name == "torch" or config.implementation != "own":
         return
     from skipdecode.backends.triton_kernels import TritonKernels
@@ -101,6 +107,15 @@ def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
             for kept in (choose_cuda, cuda_backend):
                 kept.cache_clear()
             choose_cuda()
+            return
+    if dtype not in TYPES or missing() is not None:
+        return
+    for shape in KernelShape.of_model(config, dtype):
+        with torch.inference_mode():
+            problem = self_test(TritonKernels(), device, shape, of_prompts=True)
+        if problem is not None:
+            _unfit_prompts[shape] = f"{problem}, with {shape}"
+            cuda_backend.cache_clear()
             return
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import GATED, GraphKVRange, KVRange
+from skipdecode.backends.backend import GATED, GraphKVRange, KVRange, PackedPrompts
+from skipdecode.backends.cuda_backend import PromptRange, attend_prompts
 from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
 from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.backends.torch_kernels import TorchKernels
@@ -75,10 +76,15 @@ Run = Callable[[Kernels], Sequence[Tensor]]
 """Returns the outputs of a kernel, and what it has written in place."""
 
 
-def self_test(kernels: Kernels, device: torch.device, shape: KernelShape = KernelShape()) -> str | None:
+def self_test(
+    kernels: Kernels, device: torch.device, shape: KernelShape = KernelShape(), *, of_prompts: bool = False
+) -> str | None:
     """Says which kernel fails on the device or is wrong; None if all are right. Compiling them takes seconds. Raises
-    what the device or its driver raises where memory lacks, which says nothing about kernels."""
-    for name, run in _cases(device, shape):
+    what the device or its driver raises where memory lacks, which says nothing about kernels.
+
+    `of_prompts`: those of packed prompts, in place of the others.
+    """
+    for name, run in _prompt_cases(device, shape) if of_prompts else _cases(device, shape):
         try:
             pairs = zip(run(kernels), run(TorchKernels()), strict=True)
             error = max(_error(made, expected) for made, expected in pairs)
@@ -156,3 +162,31 @@ def _cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[str, Run]
     logits[:, min(70, shape.vocab_size - 1)] = 40.0  # which is drawn whatever the number
     yield "the likeliest token", lambda kernels: [kernels.argmax(logits)]
     yield "draws", lambda kernels: [kernels.draw(logits, one, one.long() * 40, 0.9 * one, 0.5 * one)]
+
+
+def _prompt_cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[str, Run]]:
+    """Prompts of different lengths, whole, and behind tokens that are in the cache already."""
+    rng = torch.Generator().manual_seed(2)
+    H, G, K, longest = shape.heads, shape.kv_heads, shape.head_dim, LAST + (shape.window or 0)
+
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(*size, generator=rng).to(device, shape.dtype)
+
+    table = torch.randn(longest + 8, shape.rotary_dim, generator=rng).to(device) if shape.rotary_dim else None
+    q_norm, k_norm = (numbers(K), numbers(K)) if shape.has_qk_norm else (None, None)
+    heads = Heads(H, G, K, table, q_norm, k_norm, epsilon=1e-5, window=shape.window)
+    qkv, memory = numbers(B * longest, (H + 2 * G) * K), numbers(2, B, G, longest + 8, K)
+
+    def prompts(kernels: Kernels, lengths: Sequence[int], before: Sequence[int]) -> Sequence[Tensor]:
+        own = memory.clone()
+        at = torch.arange(-max(lengths), 0, device=device)
+        ends = torch.tensor([[n + b] for n, b in zip(lengths, before, strict=True)], device=device)
+        is_real = at >= -torch.tensor([[n] for n in lengths], device=device)
+        first = torch.zeros(B, dtype=torch.int64, device=device)
+        packed = PackedPrompts(torch.where(is_real, at + ends, -1), first, before)
+        q, k, v = torch.split(qkv[: sum(lengths)], [H * K, G * K, G * K], dim=1)
+        return attend_prompts(kernels, heads, q, k, v, PromptRange(own[0], own[1], packed)), own
+
+    yield "prompts", lambda kernels: prompts(kernels, [longest, 1, longest // 2], [0, 0, 0])
+    yield "prompts behind a prefix", lambda kernels: prompts(kernels, [longest, 1, longest // 2], [0, 7, 3])
+    yield "prompts of one token", lambda kernels: prompts(kernels, [1, 1, 1], [longest, 0, 3])

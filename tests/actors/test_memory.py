@@ -26,7 +26,9 @@ from actors.memory import (
 from actors.serving import cohort_scheduler
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
+from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.device import TorchOnCuda, choose_cuda
+from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.batch_sizes import ladder, rung_within
 from skipdecode.cost.gpu_specs import GPUS, MEMORY_SHARE
@@ -277,6 +279,28 @@ def test_steps_that_could_not_be_captured_are_a_slow_path(
     assert f"decoding is slower than it could be: {made.why_slow}" in caplog.text
     with pytest.raises(ValueError, match=r"^actors\.require_kernels is set, and steps run kernel by kernel"):
         build(tiny_checkpoint, require_kernels=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_slow"), [({}, True), ({"dtype": "float32"}, False), ({"deterministic": True}, False)]
+)
+def test_prompts_with_padding_are_a_slow_path(
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    keys: dict[str, object],
+    is_slow: bool,
+) -> None:
+    """Where torch has no flash attention that runs; but not where they have padding by nature."""
+    monkeypatch.setattr(generator, "choice_on", lambda _device: SimpleNamespace(name="triton", dtype="bfloat16"))
+    lacking = "torch 2.6.0 was built without flash attention"
+    with cpu_computed_by(CudaBackend(TorchKernels(), no_packed_prompts=lacking)):
+        made = build(tiny_checkpoint, **{"dtype": "bfloat16"} | keys)
+        assert made.why_slow == (f"prompts are fed with padding: {lacking}" if is_slow else None)
+        assert ("decoding is slower than it could be: prompts are fed with padding" in caplog.text) == is_slow
+        if is_slow:
+            with pytest.raises(ValueError, match=r"^actors\.require_kernels is set, and prompts are fed with padding"):
+                build(tiny_checkpoint, dtype="bfloat16", require_kernels=True)
 
 
 # Lost devices

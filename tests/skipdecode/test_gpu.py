@@ -253,6 +253,22 @@ def test_prompts_of_groups_need_no_scores_in_memory(name: str, longest: int, dty
 
 
 @pytest.mark.parametrize("name", PRODUCTION)
+def test_prompts_without_padding_are_those_with_it(name: str) -> None:
+    """By torch's flash attention; what the host does not know the lengths of keeps its padding."""
+    model, plan = production_model(name).pack(), FullDepth(4)
+    requests = [Request(str(i), [2, *range(10, 10 + n)], Sampling(max_new_tokens=2)) for i, n in enumerate((3, 900, 1))]
+    made = []
+    for is_known in (False, True):
+        tokens, num_pad, num_pad_host = pad_prompts(model, requests, None, None)
+        known = num_pad_host if is_known else None
+        cache = allocate_cache(model, num_pad, tokens.shape[1], plan, 2, num_pad_host=known)
+        assert model.supports_packed_prompts(cache.k[0]), model.why_padded
+        with torch.inference_mode():
+            made.append(feed_prompts(model, tokens, cache, plan.prefill()).float())
+    assert 0 < float((made[0] - made[1]).norm() / made[1].norm()) < BF16_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("name", PRODUCTION)
 def test_graphs_are_bit_for_bit_the_steps_without(name: str) -> None:
     """The same kernels at the same number of rows: what a replay makes is what launching them one by one makes."""
     model = production_model(name).pack()

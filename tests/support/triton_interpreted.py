@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends import triton_kernels
-from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange
+from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange, PackedPrompts
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.kernel_self_test import KernelShape, self_test
@@ -127,6 +127,40 @@ def places(
     near(keys, wanted_keys, 4 * step)
     assert torch.equal(values.isnan(), wanted_values.isnan())
     assert torch.equal(values.nan_to_num(), wanted_values.to(dtype).nan_to_num())
+
+
+def prompts(
+    K: int, H: int, G: int, dtype: torch.dtype, *, turns: float = 0.0, norms: bool = False, has_queries: bool = True,
+) -> None:  # fmt: skip
+    """Packed prompts, one of them behind tokens that are cached: queries, keys and the cache as by the reference in
+    float32; nothing else is stored."""
+    rng, lengths, before = torch.Generator().manual_seed(K + H), [5, 1, 9], [0, 4, 0]
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
+
+    rotary_table = torch.randn(8, int(K * turns), generator=rng).to(DEVICE) if turns else None
+    q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
+    heads = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6)
+    wide = Heads(H, G, K, rotary_table, *(None if w is None else w.float() for w in (q_norm, k_norm)), epsilon=1e-6)
+    at = torch.arange(9, device=DEVICE) - torch.tensor([[9 - n] for n in lengths], device=DEVICE)
+    positions = torch.where(at >= 0, at + torch.tensor(before, device=DEVICE)[:, None], -1)
+    columns, slots = torch.tensor([2, 0, 1], device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
+    packed = PackedPrompts(positions, columns, before, slots)
+    q, k, v = numbers(sum(lengths), (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
+    memory = torch.full((2, 4, G, 12, K), torch.nan, dtype=dtype, device=DEVICE)
+    wanted_memory = memory.float()
+    given = q if has_queries else None
+    wanted = REFERENCE.store(
+        wide, None if given is None else q.float(), k.float(), v.float(), packed, (wanted_memory[0], wanted_memory[1])
+    )
+    made = TRITON.store(heads, given, k, v, packed, (memory[0], memory[1]))
+    near(memory, wanted_memory, 4 * ROUNDING[dtype])
+    if has_queries:  # without them nobody reads the keys
+        for own, its in zip(made, wanted, strict=True):
+            assert own is not None
+            assert its is not None
+            near(own, its, 4 * ROUNDING[dtype])
 
 
 def near(made: Tensor, wanted: Tensor, tolerance: float) -> None:
@@ -241,8 +275,11 @@ def first_kernels() -> None:
         2, 2, head_dim=80, rotary_dim=20, has_qk_norm=True, window=5, width=160, vocab_size=300, dtype=torch.float32
     )
     for shape in (KernelShape(), wide):
-        problem = self_test(TRITON, torch.device(DEVICE), shape)
-        assert problem is None, problem
+        for of_prompts in (False, True):
+            if of_prompts and TRITON.why_no_prompts(shape.head_dim, shape.dtype, torch.device(DEVICE)) is not None:
+                continue
+            problem = self_test(TRITON, torch.device(DEVICE), shape, of_prompts=of_prompts)
+            assert problem is None, problem
 
 
 def decoder(name: str, *, num_new: int = 3, swiftkv: bool = False, **keys: float) -> None:
@@ -297,6 +334,11 @@ CASES: dict[str, Callable[[], None]] = {
     "places, Qwen3": lambda: places(128, 4, 2, FP32, [2, 4, 1, 3], turns=1.0, norms=True, splits=2),
     "places, a window": lambda: places(64, 4, 2, FP32, [3, 9, 4, 2], turns=1.0, splits=4, window=37),
     "places, a window of few": lambda: places(64, 2, 2, FP32, [5, 5, 1, 5], turns=1.0, window=3),
+    "prompts, OPT, bfloat16": lambda: prompts(80, 2, 2, BF16),
+    "prompts, Llama": lambda: prompts(64, 8, 2, FP32, turns=1.0),
+    "prompts, a quarter turns, float16": lambda: prompts(80, 3, 3, FP16, turns=0.25),
+    "prompts, Qwen3, bfloat16": lambda: prompts(128, 4, 2, BF16, turns=1.0, norms=True),
+    "prompts, Qwen3, keys and values alone": lambda: prompts(128, 4, 2, FP32, turns=1.0, norms=True, has_queries=False),
     "norm, OPT": lambda: add_norm(768, "layer", FP32, is_pre=True, bias=True),
     "norm, OPT, bfloat16": lambda: add_norm(2560, "layer", BF16, is_pre=True, bias=True),
     "norm, OPT-350m, float16": lambda: add_norm(1024, "layer", FP16, is_pre=False, bias=True),

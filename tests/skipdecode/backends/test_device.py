@@ -30,6 +30,7 @@ def _anew() -> Iterator[None]:
     for kept in (choose_cuda, cuda_backend):
         kept.cache_clear()
     device._unfit.clear()
+    device._unfit_prompts.clear()
 
 
 @pytest.fixture
@@ -115,7 +116,9 @@ def test_the_kernels_are_tested_at_the_shapes_of_a_model(name: str) -> None:
     assert [bool(one.window) for one in shapes] == ([True, False] if name.startswith("gemma") else [False])
     assert {one.rotary_dim for one in shapes} == {0 if name.startswith("opt") else config.head_dim}
     for shape in shapes:
-        assert self_test(TorchKernels(), torch.device("cpu"), replace(shape, vocab_size=3000, ffn_dim=64)) is None
+        small = replace(shape, vocab_size=3000, ffn_dim=64)
+        assert self_test(TorchKernels(), torch.device("cpu"), small) is None
+        assert self_test(TorchKernels(), torch.device("cpu"), small, of_prompts=True) is None
 
 
 class NoWideHeads(TorchKernels):
@@ -141,9 +144,46 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, kernels: type[TorchKernels]) ->
     monkeypatch.setattr(device, "self_test", on_cpu)
 
 
-def _tested_on_cpu(test: Any, kernels: TorchKernels, _device: torch.device, *shape: KernelShape) -> str | None:
-    found: str | None = test(kernels, torch.device("cpu"), *(replace(one, vocab_size=3000) for one in shape))
+def _tested_on_cpu(
+    test: Any, kernels: TorchKernels, _device: torch.device, *shape: KernelShape, **how: bool
+) -> str | None:
+    found: str | None = test(kernels, torch.device("cpu"), *(replace(one, vocab_size=3000) for one in shape), **how)
     return found
+
+
+class NoPackedPrompts(TorchKernels):
+    """A torch whose flash attention has nothing for this device."""
+
+    def attend_packed(self, q: Tensor, *rest: Any) -> Tensor:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer")
+
+
+def test_flash_attention_that_fails_leaves_the_kernels(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are then fed with padding, and the reason is said; only where its types are fed at all."""
+    pytest.importorskip("triton")
+    use_kernels(monkeypatch, NoPackedPrompts)
+    monkeypatch.setattr(device, "_triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(device, "missing", lambda: None)
+    cuda, config = torch.device("cuda"), released("opt-125m")
+    check_kernels(config, torch.float32, cuda)
+    assert cuda_backend().why_padded([], torch.bfloat16, cuda) is None
+    check_kernels(config, torch.bfloat16, cuda)
+    assert choose_cuda().name == "triton"
+    assert cuda_backend().why_padded([], torch.bfloat16, cuda) == (
+        "the kernel of prompts failed (RuntimeError: FlashAttention only supports Ampere GPUs or newer), "
+        "with 12 heads of 64, 12 for keys and values, bfloat16"
+    )
+    assert not cuda_backend().supports_packed_prompts([], torch.empty(1, dtype=torch.bfloat16))
+
+
+def test_a_torch_without_flash_attention_is_named(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    use_kernels(monkeypatch, NoPackedPrompts)
+    monkeypatch.setattr(device, "_triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(device, "missing", lambda: "torch 2.6.0 was built without flash attention")
+    check_kernels(released("opt-125m"), torch.bfloat16, torch.device("cuda"))
+    why = cuda_backend().why_padded([], torch.bfloat16, torch.device("cuda"))
+    assert why == "torch 2.6.0 was built without flash attention"
 
 
 @pytest.mark.parametrize(
