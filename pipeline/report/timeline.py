@@ -19,7 +19,7 @@ NUM_BINS = 60
 SPAN_PARTS = ("prefill_s", "decode_s", "score_s", "full_prefill_s", "full_decode_s")
 BATCH_COLUMNS = ("started_at", "output_tokens", *SPAN_PARTS)
 WINDOW_COLUMNS = ("worker", "started_at", "ended_at", "rows", "window")
-GONE_AFTER_WINDOWS = 4  # twice what Ray Data lets a worker have ahead (`generate.dataset`)
+GONE_AFTER_WINDOWS = 4  # twice what Ray Data lets a worker have ahead (`generate.data_pipeline`)
 
 
 @dataclass(frozen=True)
