@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
@@ -27,6 +27,8 @@ DRIVER_STEPS = [
     ("leaving", 0),
 ]
 """Fault points that a driver passes, and how often it does before."""
+STORE_STEPS = [("late listed", 0), ("leaving", 0)]
+"""Those of DRIVER_STEPS that a driver passes on an object store, where nothing is renamed."""
 PAUSES = [*((point, after) for point, after in DRIVER_STEPS if "renamed" not in point and point != "lease made"), None]
 """Where it stands still; None: at a random moment of its work."""
 RETRY_STEPS = [
@@ -111,12 +113,13 @@ def driver_killed_at_a_step(trial: Trial) -> None:
     trial.resume()
 
 
-def overwrite_and_kill(trial: Trial) -> None:
-    """A run is killed, and the one that overwrites it too, at a step or at a random moment; then its user goes on."""
+def overwrite_and_kill(trial: Trial, steps: Sequence[tuple[str, int]] = DRIVER_STEPS) -> None:
+    """A run is killed, and the one that overwrites it too, at one of `steps` or at a random moment; then its user goes
+    on."""
     first = trial.start(OTHER_ROWS)
     trial.wait_for_files(first)
     trial.kill(first)
-    place = trial.rng.choice([*DRIVER_STEPS, None])
+    place = trial.rng.choice([*steps, None])
     plan = {} if place is None else {place[0]: {"signal": "SIGKILL", "after": place[1]}}
     second = trial.start("--overwrite", plan=plan)
     if place is None:

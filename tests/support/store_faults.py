@@ -26,6 +26,7 @@ from tests.support.faults import (
     OTHER_ROWS,
     OWN_SEED,
     QUICK_LEASE_S,
+    STORE_STEPS,
     Fault,
     ends_well,
     must_have_hit,
@@ -220,7 +221,7 @@ def _seed_of(folder: RunFolder) -> object:
 def overwritten_on_store(trial: Trial) -> None:
     """A run is killed, its overwriting one too, and a third one goes on or begins anew."""
     with on_object_store(trial) as store:
-        overwrite_and_kill(trial)
+        overwrite_and_kill(trial, STORE_STEPS)
         store.slow_s = 0.0
 
 
