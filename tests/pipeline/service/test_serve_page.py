@@ -133,9 +133,9 @@ def test_stop_ends_the_answer_and_frees_its_row(
         WebDriverWait(browser, 10).until(lambda b: shown(b, "tokens") not in ("", "–"))
         browser.find_element(By.ID, "halt").click()
         wait_for_answer(browser)
-        assert int(shown(browser, "tokens")) < 50
+        assert int(shown(browser, "tokens")) < 100
         assert shown(browser, "error") == ""
-        WebDriverWait(endpoint, 1).until(lambda e: e.thread.num_running == e.num_responses == 0)
+        WebDriverWait(endpoint, 30).until(lambda e: e.thread.num_running == e.num_responses == 0)
         assert endpoint.engine.counts.cancelled == 1
     endpoint.close()
 
