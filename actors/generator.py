@@ -153,10 +153,12 @@ class WindowResult:
 
 
 class Generator:
-    def __init__(self, config: GeneratorConfig) -> None:
+    def __init__(self, config: GeneratorConfig, model: Decoder | None = None) -> None:
+        """`model`: one that is in memory and packed, in place of that of `config.source`; `config.tokenizer` then
+        names the tokenizer."""
         start = time.perf_counter()
         self.config = config
-        self.model, self.devices, self.dtype = _load(config)
+        self.model, self.devices, self.dtype = _load(config) if model is None else (model, [model.device], model.dtype)
         self.device = self.devices[0]
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)

@@ -25,6 +25,10 @@ class CheckFailed(Exception):
     """A failed check. Its arguments are a sentence that says what is wrong, and optionally what was found."""
 
 
+class LimitReached(BaseException):
+    """A check has taken too long. No `Exception`, since a `Generator` would take that for a batch that fails."""
+
+
 def not_run(why: str) -> Found:
     """The result of a check that this machine cannot run, and why."""
     return {"not_run": why}
@@ -48,8 +52,23 @@ class CheckContext:
     seed: int = 0
     is_dry: bool = False
     """The checks are tried on a machine without a GPU."""
+    grouped: DecoderConfig | None = None
+    """A model whose query heads share keys and values, for the checks of those; None: no such check."""
+    checkpoint: str | None = None
+    """A model with real weights, whose tokens are compared with those of transformers; None: the demo model."""
+    corpus_prompts: tuple[int, int] = (128, 1024)
+    """The shortest and the longest prompt of the corpus, in tokens."""
+    corpus_answers: tuple[int, int] = (128, 512)
+    """The shortest and the longest answer of the corpus, in tokens, its EOS included."""
+    note: Callable[[Found], None] = lambda _: None
+    """Keeps what a check has found so far, in case it does not end."""
     model: Decoder = field(init=False)
     graphs: CudaGraphs = field(init=False)
+
+    @property
+    def patience(self) -> float:
+        """By which the time limits of checks are multiplied."""
+        return 4.0 if self.is_dry else 1.0
 
     @property
     def layers(self) -> int:

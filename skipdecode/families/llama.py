@@ -50,6 +50,18 @@ class LlamaConfig(DecoderConfig):
             "rope_theta": 100_000.0,
             "tie_word_embeddings": True,
         },
+        "smollm2-1.7b": {
+            "vocab_size": 49152,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 130_000.0,
+            "tie_word_embeddings": True,
+        },
         "llama-3.2-1b": {
             "vocab_size": 128256,
             "hidden_size": 2048,
