@@ -73,8 +73,8 @@ docs: .venv/installed-docs  ## the pages of docs/ as a site in build/site; broke
 bench: .venv/installed  ## the decoder alone, on this CPU
 	$(BIN)/skipdecode bench --config configs/bench.yaml
 
-gpu: .venv/installed-test  ## the first minutes on a GPU: tests, kernels, memory, speed, a job; ends with a table
-	$(BIN)/python -m benchmarks.gpu_check --keep-going
+gpu: .venv/installed-test  ## the first half hour on a GPU, ends with a table; ARGS=--dry-run tries the checks on a CPU
+	$(BIN)/python -m benchmarks.gpu_check --keep-going $(ARGS)
 
 # The E2E NLG challenge's trainset.csv and devset.csv, which are no part of this repository.
 TRAIN ?= $(wildcard data/trainset.csv)

@@ -19,6 +19,7 @@ from skipdecode.cost.roofline import BatchShape, cache_bytes_per_row, predict_s
 from skipdecode.engine.cuda_graphs import MAX_GRAPHS, CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.families import config_of
+from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.schedule import FullDepth
 
@@ -34,14 +35,18 @@ SMALL = {
 
 def check_tokens(context: CheckContext) -> Found:
     """float32 tokens of a small model are those of a CPU, greedy and sampled, with graphs and without."""
-    config = config_of(SMALL)
     torch.backends.cuda.matmul.allow_tf32 = False
-    here = random_model(config, device="cpu", dtype=torch.float32)
-    requests = context.requests([1, 9, 40, 200, 130], 24, config.vocab_size)
+    return equal_tokens(context, random_model(config_of(SMALL), device="cpu", dtype=torch.float32))
+
+
+def equal_tokens(context: CheckContext, here: Decoder) -> Found:
+    """Decodes with a float32 model of SMALL's size on the CPU, moves it to the device, and compares the
+    tokens."""
+    lengths, num_new = ([1, 9, 40], 8) if context.is_dry else ([1, 9, 40, 200, 130], 24)
+    requests = context.requests(lengths, num_new, here.config.vocab_size)
     drawn = [replace(one, sampling=replace(one.sampling, temperature=0.8, top_p=0.95)) for one in requests]
-    schedule = make_schedule(
-        {"method": "skipdecode", "max_layers": 3, "min_layers": 2}, num_layers=4, max_new_tokens=24
-    )
+    decode = {"method": "skipdecode", "max_layers": 3, "min_layers": 2}
+    schedule = make_schedule(decode, num_layers=4, max_new_tokens=num_new)
     kinds = {"greedy": requests, "sampled": drawn}
     wanted = {kind: generate(here, rows, schedule).completions for kind, rows in kinds.items()}
     there = here.to(context.device).pack()
@@ -144,12 +149,17 @@ def check_larger(context: CheckContext) -> Found:
     context.release()
     if context.larger is None:
         return not_run("no larger shape is asked for")
+    return captured_and_timed(context, context.larger)
+
+
+def captured_and_timed(context: CheckContext, config: DecoderConfig) -> Found:
+    """The captures and times of another model than the context's, with the numbers of rows that fit beside it."""
     room = context.cache_bytes or DeviceMemory.of(context.device).for_caches(MEMORY_SHARE)
-    rows = rows_that_fit(context.larger, context, room)
+    rows = rows_that_fit(config, context, room)
     if not rows:
         return not_run(f"{room} bytes hold neither its weights nor {min(context.rows)} rows beside them")
     other = copy(context)
-    other.config, other.rows = context.larger, rows
+    other.config, other.rows = config, rows
     found: Found = {"rows_that_fit": rows, "captures": check_captures(other)}
     try:
         return found | check_speed(other)

@@ -1,0 +1,123 @@
+"""Checks of what else a corpus uses beside greedy steps of a model like OPT: heads that share keys and values, sampled
+tokens, and prompts that begin alike."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from actors.measuring.bench import random_model
+from actors.memory import DeviceMemory
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
+from benchmarks.gpu.decoding_checks import SMALL, captured_and_timed, equal_tokens
+from skipdecode.cost.gpu_specs import MEMORY_SHARE
+from skipdecode.engine.cuda_graphs import CudaGraphs
+from skipdecode.engine.generate import generate
+from skipdecode.engine.prefix_sharing import share_prefixes
+from skipdecode.engine.request import Request
+from skipdecode.engine.results import BatchStats, Completion
+from skipdecode.families import config_of
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.schedule import FullDepth
+
+SMALL_GROUPED = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 512, "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+DRAWN = {"drawn": {"temperature": 0.8}, "drawn, top_p": {"temperature": 0.8, "top_p": 0.95}}
+MAX_DRAW_MS = 5.0
+"""Milliseconds of a step that drawing may take; more is a kernel that does not do what it should."""
+HEAD = 0.8
+"""The share of a prompt that all rows have in common."""
+MAX_OF_SHARED = 0.7
+"""The share of the time of prompts that may be left when four fifths of each are shared."""
+REPEATS = 3
+
+
+def check_grouped(context: CheckContext) -> Found:
+    """Where query heads share keys and values: tokens of a small float32 model are a CPU's; captures and times of a
+    large one."""
+    context.release()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    small = equal_tokens(context, random_model(config_of(SMALL_GROUPED), device="cpu", dtype=torch.float32))
+    if context.grouped is None:
+        return not_run("no such shape is asked for") | {"tokens": small}
+    found: Found = {"tokens": small}
+    context.note(found)
+    return found | captured_and_timed(context, context.grouped)
+
+
+def check_sampled(context: CheckContext) -> Found:
+    """Drawn tokens repeat with their seed, are tokens of the vocabulary, and cost little beside greedy ones."""
+    rows, found = max(context.rows), dict[str, object]()
+    requests = context.requests([context.prompt_tokens] * rows, context.new_tokens)
+    full = FullDepth(context.layers)
+
+    def decoded(keys: dict[str, float]) -> tuple[float, list[list[int]]]:
+        drawn = [replace(one, sampling=replace(one.sampling, **keys)) for one in requests]  # type: ignore[arg-type]
+        runs = [generate(context.model, drawn, full, graphs=context.graphs) for _ in range(REPEATS)]
+        tokens = [[one.tokens for one in run.completions] for run in runs]
+        if any(other != tokens[0] for other in tokens):
+            raise CheckFailed("the same batch with the same seeds has other tokens the second time", found)
+        return median(1e3 * run.stats.decode_s / run.stats.decode_steps for run in runs), tokens[0]
+
+    greedy_ms, greedy = decoded({})
+    found |= {"rows": rows, "vocabulary": context.config.vocab_size, "greedy_ms": greedy_ms}
+    for name, keys in DRAWN.items():
+        ms, tokens = decoded(keys)
+        found[name] = {"ms": ms, "more_ms": ms - greedy_ms, "different": len({tuple(row) for row in tokens})}
+        context.note(found)
+        if not all(0 <= token < context.config.vocab_size for row in tokens for token in row):
+            raise CheckFailed(f"{name}: a token is outside the vocabulary", found)
+        if tokens == greedy:
+            raise CheckFailed(f"{name}: every token is the most likely one", found)
+        if context.device.type == "cuda" and ms - greedy_ms > MAX_DRAW_MS:
+            raise CheckFailed(f"{name}: a step takes {ms - greedy_ms:.1f} ms more than a greedy one", found)
+    return found
+
+
+def check_prefixes(context: CheckContext) -> Found:
+    """Prompts that begin alike: a small float32 model has the same tokens whether their head is run once or by each;
+    in a large one it saves time."""
+    context.release()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    small = random_model(config_of(SMALL), device=str(context.device), dtype=torch.float32).pack()
+    alike = beginning_alike(context, 8, 60, small.config.vocab_size)
+    apart, together = (_with_head(small, alike, 48, shares=shares)[0] for shares in (False, True))
+    wrong = sum(ours.tokens != theirs.tokens for ours, theirs in zip(together, apart, strict=True))
+    found: Found = {"rows": len(alike), "wrong_rows": wrong}
+    if wrong:
+        raise CheckFailed(f"{wrong} of {len(alike)} rows have other tokens when their head is run once", found)
+    context.note(found)
+    model = random_model(context.config, device=str(context.device), dtype=torch.bfloat16).pack()
+    columns, rows = context.context_tokens // 2, min(context.rows)
+    requests, head = beginning_alike(context, rows, columns, context.config.vocab_size), int(HEAD * columns) // 2 * 2
+    room = context.cache_bytes or DeviceMemory.of(context.device).for_caches(MEMORY_SHARE)
+    graphs = CudaGraphs(model, room, max_rows=rows)
+    for shares in (False, True):
+        runs = [_with_head(model, requests, head, shares=shares, graphs=graphs)[1] for _ in range(REPEATS + 1)]
+        times = {"prompts_s": median(run.prefill_s for run in runs), "decode_s": median(run.decode_s for run in runs)}
+        found["run once" if shares else "run by each"] = times | {"tokens_saved": runs[0].prefix_tokens_saved}
+        context.note(found)
+    found["of_apart"] = share = found["run once"]["prompts_s"] / found["run by each"]["prompts_s"]  # type: ignore[index]
+    if context.device.type == "cuda" and share > MAX_OF_SHARED:
+        raise CheckFailed(f"with four fifths of each prompt shared, prompts take {share:.0%} of the time", found)
+    return found
+
+
+def beginning_alike(context: CheckContext, rows: int, columns: int, vocab: int) -> list[Request]:
+    """Rows whose prompts have HEAD of their tokens in common."""
+    requests = context.requests([columns] * rows, min(8, context.new_tokens), vocab)
+    head = requests[0].prompt_tokens[: int(HEAD * columns)]
+    return [replace(one, prompt_tokens=[*head, *one.prompt_tokens[len(head) :]]) for one in requests]
+
+
+def _with_head(
+    model: Decoder, requests: Sequence[Request], head: int, *, shares: bool, graphs: CudaGraphs | None = None
+) -> tuple[list[Completion], BatchStats]:
+    prompts = [request.prompt_tokens for request in requests]
+    sharing = share_prefixes(prompts, [[head]] * len(prompts)) if shares else None
+    result = generate(model, requests, FullDepth(model.config.num_hidden_layers), graphs=graphs, sharing=sharing)
+    return result.completions, result.stats

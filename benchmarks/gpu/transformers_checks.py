@@ -1,0 +1,109 @@
+"""Checks beside transformers: equal tokens in float32, also of models that transformers' own layers run."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
+from benchmarks.gpu.subprocess_checks import ROOT, absent, missing
+from benchmarks.peer_engines import Prompts
+from skipdecode.checkpoint.weights import load_model, save_model
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import generate
+from skipdecode.engine.request import Request
+from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.from_config import make_schedule
+from skipdecode.schedules.schedule import FullDepth, Schedule
+
+DEMO = "models/opt-e2e"
+CHAT = "outputs/demo-chat/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Where `skipdecode demo --chat` keeps SmolLM2."""
+ROWS, PROMPTS, NEW = 64, (4, 96), 64
+DRY_ROWS, DRY_NEW = 4, 6
+NEAR_TIE = 2e-3
+"""Logits nearer to each other than this are a tie in float32, whose sums differ in their order."""
+WRAPPED = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 512, "initializer_range": 0.2}
+"""A GPT-2, which no family of ours takes."""
+
+
+def check_exact(context: CheckContext) -> Found:
+    """Greedy float32 tokens of real weights at full depth are those of transformers on the same device, but where two
+    logits tie. Of the demo model, and of SmolLM2 or the checkpoint asked for, if it is there."""
+    context.release()
+    if why := missing(("transformers",)):
+        return not_run(why)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    chosen = context.checkpoint or (CHAT if absent((CHAT,)) is None else None)
+    found: Found = {"models": {}}
+    for source in dict.fromkeys([DEMO, chosen] if chosen else [DEMO]):
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+            path = Path(source) if Path(source).is_absolute() else ROOT / source
+            if not path.exists():
+                return not_run(f"there is no {path}")
+            loaded = load_model(path, device=context.device, dtype=torch.float32)
+            save_model(loaded, folder)  # transformers reads folders alone
+            found["models"][source] = equal_to_transformers(context, loaded.pack(), Path(folder))  # type: ignore[index]
+        context.note(found)
+    wrong = {name: one["wrong_rows"] for name, one in found["models"].items() if one["wrong_rows"]}  # type: ignore[attr-defined]
+    if wrong:
+        raise CheckFailed(f"rows with other tokens than transformers: {wrong}", found)
+    return found
+
+
+def check_wrapped(context: CheckContext) -> Found:
+    """A model that no family takes, with its layers from transformers: greedy float32 tokens are transformers' own, and
+    fewer layers run too."""
+    context.release()
+    if why := missing(("transformers",)):
+        return not_run(why)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(context.seed)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        GPT2LMHeadModel(GPT2Config(**WRAPPED, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+        model = load_model(folder, device=context.device, dtype=torch.float32).pack()
+        found = equal_to_transformers(context, model, Path(folder))
+        fast = make_schedule({"method": "skipdecode", "speedup": 2}, num_layers=4, max_new_tokens=DRY_NEW)
+        found["tokens_at_2x"] = sum(len(row) for row in decoded(model, prompts(context, model)[:4], DRY_NEW, fast))
+    if found["wrong_rows"]:
+        raise CheckFailed(f"{found['wrong_rows']} rows have other tokens than transformers", found)
+    return found
+
+
+def prompts(context: CheckContext, model: Decoder) -> Prompts:
+    """Random ones of several lengths."""
+    count, (least, most) = (DRY_ROWS if context.is_dry else ROWS), PROMPTS
+    lengths = [least + (most - least) * row // count for row in range(count)]
+    return [one.prompt_tokens for one in context.requests(lengths, 1, model.config.vocab_size)]
+
+
+def decoded(model: Decoder, chosen: Prompts, num_new: int, schedule: Schedule) -> list[list[int]]:
+    sampling = Sampling(max_new_tokens=num_new, ignore_eos=True)
+    requests = [Request(str(row), prompt, sampling) for row, prompt in enumerate(chosen)]
+    return [one.tokens for one in generate(model, requests, schedule).completions]
+
+
+@torch.inference_mode()
+def equal_to_transformers(context: CheckContext, model: Decoder, folder: Path) -> dict[str, Any]:
+    """How many rows have the tokens of transformers for `folder`, where they part only by a tie, and where they do not.
+
+    transformers scores each of our rows in one pass: each token must be the most likely one behind those before it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    num_new = DRY_NEW if context.is_dry else NEW
+    chosen = prompts(context, model)
+    made = decoded(model, chosen, num_new, FullDepth(model.config.num_hidden_layers))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(context.device).eval()
+    ties = wrong = 0
+    for prompt, tokens in zip(chosen, made, strict=True):
+        ids = torch.tensor([[*prompt, *tokens]], device=context.device)
+        logits = theirs(ids).logits[0, len(prompt) - 1 : -1]
+        behind = logits.max(dim=-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        most = float(behind.max())
+        ties += 0 < most <= NEAR_TIE
+        wrong += most > NEAR_TIE
+    return {"rows": len(made), "new_tokens": num_new, "ties": int(ties), "wrong_rows": int(wrong)}
