@@ -86,9 +86,13 @@ REASONING_SCHEMA: Final = pa.schema(
 """Columns after those above in runs with `output.reasoning_parser`; `generated_text` is then without the reasoning."""
 
 
-def asked_schema(asked: Asked, reasoning_parser: str | None) -> pa.Schema:
-    """The columns after `OUTPUT_SCHEMA` that the configuration asks for."""
-    return pa.schema([*score_schema(asked), *(REASONING_SCHEMA if reasoning_parser else ())])
+def asked_schema(asked: Asked, reasoning_parser: str | None, *, has_row_parameters: bool = False) -> pa.Schema:
+    """The columns after `OUTPUT_SCHEMA` that the configuration asks for. `has_row_parameters`: rows may bring their own
+    in `input.sampling_column`, structured outputs among them; `IS_VALID` is then null for those that do not."""
+    scores = score_schema(asked)
+    if has_row_parameters and IS_VALID not in scores.names:
+        scores = scores.append(pa.field(IS_VALID, pa.bool_()))
+    return pa.schema([*scores, *(REASONING_SCHEMA if reasoning_parser else ())])
 
 
 CHOICE: Final = "openai_choice"

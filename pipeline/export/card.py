@@ -37,7 +37,7 @@ SCORES: Final = {
     "logprobs": "log-probability of each generated token",
     "top_logprobs": "the most likely tokens at each position",
     "prompt_logprobs": "log-probability of each token of the prompt at full depth; null for the first",
-    "is_valid": "whether the answer has the structure that the run asked for; an answer that was cut off has not",
+    "is_valid": "whether the answer has the structure that was asked for; an answer that was cut off has not",
     "prompt_top_logprobs": "the most likely tokens at each position of the prompt",
     "reasoning": "what the model wrote before it answered (`<think>`)",
     "num_reasoning_tokens": "tokens of the answer that are reasoning",
@@ -126,7 +126,8 @@ def _asked(state: RunState) -> list[str]:
     sampling, output = state["config"]["sampling"], state["config"].get("output", {})
     has_scores = sampling.get("logprobs") is not None or sampling.get("prompt_logprobs")
     names = [name for name in SCORES if has_scores and name.endswith("logprobs")]
-    names += ["is_valid"] if sampling.get("structured_outputs") else []
+    has_own = state["config"].get("input", {}).get("sampling_column") is not None
+    names += ["is_valid"] if sampling.get("structured_outputs") or has_own else []
     return names + (["reasoning", "num_reasoning_tokens"] if output.get("reasoning_parser") else [])
 
 

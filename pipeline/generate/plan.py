@@ -21,6 +21,7 @@ from pipeline.formatting import Log, count
 from pipeline.generate.check_paths import check_no_overlap, check_output, has_all_rows, removed_on_refusal
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
+from pipeline.generate.stage_config import asked_of
 from pipeline.generate.stopping import stop_on_sigterm
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
@@ -29,7 +30,6 @@ from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.sample_prompts import remark_on_bos, remark_on_last_messages
 from pipeline.input.scan import FileScan
 from pipeline.resolve_model import ResolvedModel, check_exact_drafts, check_model, check_quantization
-from pipeline.schema import asked_schema
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from skipdecode.backends.choice import VARIABLE
@@ -166,7 +166,7 @@ def started_at(earlier: RunState | None) -> float:
 
 def check_asked_columns(plan: InputPlan, config: JobConfig) -> None:
     """Raises ConfigError if the input has a column with the name of one that the run adds."""
-    names = asked_schema(config.sampling, config.output.reasoning_parser).names
+    names = asked_of(config).names
     if taken := [name for name in names if name in plan.extra_schema.names]:
         raise ConfigError(
             "input.path", f"the input has a column {taken[0]!r}, which this run writes itself; rename it in the input"

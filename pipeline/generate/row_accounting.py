@@ -12,10 +12,11 @@ import pyarrow as pa
 from pipeline.generate.fingerprint import list_files
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.row_index import sum_duplicates
+from pipeline.generate.stage_config import asked_of
 from pipeline.input.ids import ID_MODULUS
 from pipeline.input.input_plan import InputPlan
 from pipeline.report.figures import last_sign_of_life
-from pipeline.schema import CHOICE, OUTPUT_SCHEMA, Asked, asked_schema, list_columns
+from pipeline.schema import CHOICE, OUTPUT_SCHEMA, list_columns
 from pipeline.store.run_folder import STATUSES, RunFolder
 from pipeline.store.run_state import Phase, RunState, Session
 from skipdecode import __version__
@@ -50,9 +51,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, earlier_session
             "files": list_files(planned.input),
             "documents": planned.input.num_documents,
         },
-        "columns": list_columns(
-            output_schema(planned.input, planned.config.sampling, planned.config.output.reasoning_parser)
-        ),
+        "columns": list_columns(output_schema(planned.input, asked_of(planned.config))),
         "sessions": [*_ended(planned.folder, earlier), {"id": session, "started_at": began, "ended_at": None}],
         "retries": earlier["retries"] if earlier else [],
         "books": {"input": planned.input.num_rows, "ok": None, "failed": None, "closed": False},
@@ -107,7 +106,7 @@ def refuse_unreconciled(folder: RunFolder, state: RunState, check: Check) -> Non
         )
 
 
-def output_schema(plan: InputPlan, asked: Asked, reasoning_parser: str | None) -> pa.Schema:
-    """The columns of the data files."""
+def output_schema(plan: InputPlan, asked: pa.Schema) -> pa.Schema:
+    """The columns of the data files; `asked`: those that the configuration asks for."""
     choice = [pa.field(CHOICE, pa.string())] if plan.has_choices else []
-    return pa.schema([*OUTPUT_SCHEMA, *asked_schema(asked, reasoning_parser), *choice, *plan.carried_schema])
+    return pa.schema([*OUTPUT_SCHEMA, *asked, *choice, *plan.carried_schema])

@@ -5,11 +5,14 @@ Every value is resolved here; no stage sees "auto" or a path that only the drive
 
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from actors.generator import GeneratorConfig
 from pipeline.cluster.pool import Pool
 from pipeline.config.job import JobConfig
 from pipeline.input.openai_rows import CHAT_URLS
 from pipeline.resolve_model import ResolvedModel, adapter_path, worker_path
+from pipeline.schema import asked_schema
 from pipeline.stages.tokenize import TokenizeConfig
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.config.model import DecoderConfig
@@ -20,6 +23,12 @@ def make_sampling(config: JobConfig) -> Sampling:
     """The sampling of rows that set no parameters of their own."""
     given = config.sampling.model_dump(exclude_none=True)
     return Sampling().with_parameters({name: value for name, value in given.items() if name in Sampling.names()})
+
+
+def asked_of(config: JobConfig) -> pa.Schema:
+    """The columns after `OUTPUT_SCHEMA` that a run asks for."""
+    has_own = config.input.sampling_column is not None
+    return asked_schema(config.sampling, config.output.reasoning_parser, has_row_parameters=has_own)
 
 
 class Paths(NamedTuple):
@@ -94,6 +103,7 @@ def make_tokenize_config(
         config.input.too_long,
         chat=config.input.is_chat,
         chat_urls=chat_urls(format),
+        has_row_parameters=config.input.sampling_column is not None,
         reasoning_parser=config.output.reasoning_parser,
     )
 

@@ -192,7 +192,7 @@ def _start_helpers(
 
 def _make_sink(spec: PipelineSpec, folder: RunFolder, session: str, work: Work) -> RunSink:
     rows = rows_per_file(work.num_left, spec.window_rows)
-    schema = output_schema(spec.plan, spec.tokenize.sampling, spec.tokenize.reasoning_parser)
+    schema = output_schema(spec.plan, spec.tokenize.asked_schema)
     return RunSink(folder.filesystem, folder.root, session, schema, rows, work.subfolder, row_keys=row_keys)
 
 

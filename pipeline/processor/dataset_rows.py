@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from pipeline.config.job import ConfigError, InputConfig, JobConfig
 from pipeline.formatting import Json
+from pipeline.generate.stage_config import asked_of
 from pipeline.input.columns import (
     bad_text,
     check_chosen_id,
@@ -40,7 +41,6 @@ from pipeline.schema import (
     SAMPLING,
     SOURCE_SCHEMA,
     STATUS,
-    asked_schema,
 )
 from pipeline.stages.detokenize import detokenize
 from pipeline.stages.packed_window import unpack
@@ -68,7 +68,7 @@ def prepare(
 def check_columns(names: Collection[str], config: JobConfig) -> None:
     """ConfigError where a dataset has nothing to make prompts of, or a column that bears one of our names."""
     expansion = Expansion.of(config.input, config.sampling)
-    reserved = RESERVED_COLUMNS | set(asked_schema(config.sampling, config.output.reasoning_parser).names)
+    reserved = RESERVED_COLUMNS | set(asked_of(config).names)
     reserved |= set(SOURCE_SCHEMA.names) if expansion.is_on else set()
     if taken := sorted(set(names) & reserved - own_columns(config.input)):
         raise ConfigError(
@@ -194,7 +194,7 @@ def made_id(*parts: str | None) -> str:
 
 def finish_windows(packed: pa.Table, *, tokens: TokenizeConfig) -> Iterator[pa.Table]:
     """Decoded windows, packed as the workers give them, as rows of the output."""
-    ours = RESERVED_COLUMNS | set(asked_schema(tokens.sampling, tokens.reasoning_parser).names)
+    ours = RESERVED_COLUMNS | set(tokens.asked_schema.names)
     for row in range(packed.num_rows):  # one by one: a column may be of another type in each
         table = unpack(packed.slice(row, 1))
         extra_names = tuple(name for name in table.column_names if name not in ours)

@@ -11,16 +11,16 @@ from pipeline.schema import (
     CHOICE,
     ENGINE_ERROR,
     ID,
+    IS_VALID,
     NUM_REASONING_TOKENS,
     OUTPUT_SCHEMA,
     PROMPT_TOKENS,
     REASONING,
     SAMPLING,
     STATUS,
-    asked_schema,
     score_schema,
 )
-from pipeline.stages.openai_choices import choice_of
+from pipeline.stages.openai_choices import choice_of, found_valid
 from pipeline.stages.tokenize import TOKENS, TokenizeConfig, describe, load_tokenizer, row_sampling, with_columns
 from skipdecode.checkpoint.detokenizer import answer_text
 
@@ -79,11 +79,16 @@ def detokenize(table: pa.Table, *, config: TokenizeConfig, extra_names: tuple[st
     }
     is_good = pa.array([not code for code in codes])
     columns |= {name: pc.if_else(is_good, table[name], None) for name in scores.names}
+    if config.has_row_parameters and IS_VALID not in scores.names:
+        valid = [
+            None if code else found_valid(own) for code, own in zip(codes, table[SAMPLING].to_pylist(), strict=True)
+        ]
+        columns[IS_VALID] = pa.array(valid, pa.bool_())
     columns |= {CHOICE: pa.array(choices, pa.string())} if config.has_choices else {}
     if config.reasoning_parser is not None:
         columns[REASONING] = pa.array(reasoning, pa.string())
         columns[NUM_REASONING_TOKENS] = pa.array(num_reasoning, pa.int32())
-    added = [*asked_schema(config.sampling, config.reasoning_parser).names, *([CHOICE] if config.has_choices else ())]
+    added = [*config.asked_schema.names, *([CHOICE] if config.has_choices else ())]
     return with_columns(table, columns).select([*OUTPUT_SCHEMA.names, *added, *extra_names, STATUS])
 
 

@@ -44,6 +44,12 @@ def with_findings(own: str, answer: "Completion") -> str:
     return json.dumps(json.loads(own) | {SCORES: scores, IS_VALID: answer.is_valid})
 
 
+def found_valid(own: str | None) -> bool | None:
+    """What `with_findings` says of the structure; None for an answer without one of its own."""
+    found: bool | None = json.loads(own).get(IS_VALID) if own is not None and f'"{IS_VALID}"' in own else None
+    return found
+
+
 def _listed(scored: Sequence[TokenLogprobs]) -> list[list[object]]:
     return [[one.logprob, one.top] for one in scored]
 

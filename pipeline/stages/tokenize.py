@@ -23,6 +23,7 @@ from pipeline.schema import (
     PROMPT_TOKENS,
     PROMPT_TOO_LONG,
     SAMPLING,
+    asked_schema,
 )
 from pipeline.stages.openai_choices import ECHO, NOT_SAMPLING
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -83,10 +84,17 @@ class TokenizeConfig:
     """The values of the column `url` in rows that were rendered by a chat template; None if `chat` tells for all."""
     has_choices: bool = False
     """Whether some rows ask for more than text (`schema.CHOICE`)."""
+    has_row_parameters: bool = False
+    """Whether rows may bring parameters of their own in `input.sampling_column`."""
     reasoning_parser: str | None = None
     """`output.reasoning_parser`."""
     tool_form: ToolForm = "tags"
     """The form in which the model calls tools, where rows have some."""
+
+    @property
+    def asked_schema(self) -> pa.Schema:
+        """The columns after `OUTPUT_SCHEMA` that the run asks for."""
+        return asked_schema(self.sampling, self.reasoning_parser, has_row_parameters=self.has_row_parameters)
 
     def is_rendered(self, table: pa.Table) -> list[bool]:
         """For each row, whether its prompt contains its special tokens already."""

@@ -1,4 +1,4 @@
-"""Lines of a batch file through every stage of a run, in this process and without Ray."""
+"""Rows through every stage of a run, in this process and without Ray; of batch files, the files of answers too."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def answer_lines(
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     input = {"path": [str(source)], "format": "openai_batch"}
     config = build_config(JobConfig, {"model": {"source": generator.config.source}, "input": input, **sections})
-    table = _finished(generator, config)
+    table = finished_rows(generator, config)
     for status in STATUSES:
         rows = table.filter(pa.compute.equal(table["status"], status)).drop_columns(["status"])
         (run / f"data/status={status}").mkdir(parents=True)
@@ -49,21 +49,20 @@ def answer_lines(
     return {line["custom_id"]: line["error"] or line["response"]["body"] for line in found}
 
 
-def _finished(generator: Generator, config: JobConfig) -> pa.Table:
-    """The rows of the run, as they are written, with their status."""
+def finished_rows(generator: Generator, config: JobConfig) -> pa.Table:
+    """The rows of a run of one small file, as they are written, with their status."""
     model = generator.model.config
     plan = make_plan(config.input, Expansion.of(config.input, config.sampling))
     chat = load_chat_template(generator.config.source, model.tokenizer_rules)
-    prompter = Prompter.of(config.input, "openai_batch", chat, datetime.now(UTC))
-    tokens = make_tokenize_config(config, generator.config.source, model, make_sampling(config), "openai_batch")
+    format = plan.listing.format
+    prompter = Prompter.of(config.input, format, chat, datetime.now(UTC))
+    tokens = make_tokenize_config(config, generator.config.source, model, make_sampling(config), format)
     tokens = replace(tokens, has_choices=plan.has_choices, tool_form=form_of(prompter))
     (block,) = read_file(plan, 0, config.input, prompter=prompter)
     window = Window.of(tokenize(block, config=tokens), tokens.sampling)
     table, _ = window.with_answers(generator(window.requests).answers)
     made = detokenize(table, config=tokens, extra_names=tuple(plan.carried_schema.names))
-    assert made.drop_columns(["status"]).schema.equals(
-        output_schema(plan, config.sampling, config.output.reasoning_parser)
-    ), "as run.json says"
+    assert made.drop_columns(["status"]).schema.equals(output_schema(plan, tokens.asked_schema)), "as run.json says"
     return made
 
 

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import generate, verify
-from pipeline.config.job import SamplingConfig
 from pipeline.generate.row_accounting import output_schema
 from pipeline.generate.verify_files import check_files
 from pipeline.input.read import read_file
@@ -57,7 +56,7 @@ def test_nested_columns_reach_the_data_files_unchanged_and_verify_knows_them(tmp
     plan = make_plan(config)
     folder = RunFolder.open(str(tmp_path / "run"))
     folder.fence("s1")
-    schema = output_schema(plan, SamplingConfig(), None)
+    schema = output_schema(plan, pa.schema([]))
     sink = RunSink(folder.filesystem, folder.root, "s1", schema, None, execution_id="x")
     for number, block in enumerate(read_file(plan, 0, config, 2)):
         sink.write(finished(block), f"{number}")

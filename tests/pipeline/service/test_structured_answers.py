@@ -11,11 +11,12 @@ import pytest
 from pydantic import BaseModel, Field
 
 from actors.generator import Generator
+from pipeline.config.job import JobConfig, build_config
 from pipeline.openai_format.parameters import ChatLine
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
-from tests.support.batch_lines import answer_lines
+from tests.support.batch_lines import answer_lines, finished_rows
 from tests.support.chat_service import USER, client, generator, refused, rendered, url
 
 pytest.importorskip("llguidance")
@@ -93,6 +94,30 @@ def test_answers_streams_and_lines_say_whether_they_have_their_structure(
         model="tiny", prompt="ab", max_tokens=2, extra_body={"structured_outputs": {"regex": "[a-f]{9}"}}
     )
     assert (made.choices[0].model_extra or {})["is_valid"] is False
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_rows_with_a_structure_of_their_own_say_it_in_a_column(
+    generator: Generator, tmp_path: Path, has_own: bool
+) -> None:
+    """`has_own`: whether the run asks for a structure, too."""
+    how = {"structured_outputs": {"regex": "[a-f]{9}"}}
+    rows = [
+        {"id": "whole", "prompt": "ab", "how": how},
+        {"id": "cut off", "prompt": "ab", "how": how | {"max_new_tokens": 1}},
+        {"id": "refused", "prompt": "ab", "how": {"structured_outputs": {"regex": "["}}},
+        {"id": "none", "prompt": "ab"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections: dict[str, Any] = {"input": {"path": [str(tmp_path / "a.jsonl")], "sampling_column": "how"}}
+    sections |= {"sampling": {"structured_outputs": {"choice": ["yes"]}}} if has_own else {}
+    config = build_config(JobConfig, {"model": {"source": generator.config.source}, **sections})
+    made = {row["id"]: row for row in finished_rows(generator, config).to_pylist()}
+    assert {id: row["is_valid"] for id, row in made.items()} == {
+        "whole": True, "cut off": False, "refused": None, "none": True if has_own else None
+    }  # fmt: skip
+    assert [id for id, row in made.items() if row["error_code"]] == ["refused"]
+    assert re.fullmatch("[a-f]{9}", made["whole"]["generated_text"])
 
 
 def test_lines_of_a_run_with_a_structure_say_it_too(generator: Generator, tmp_path: Path) -> None:
