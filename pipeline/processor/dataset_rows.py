@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from pipeline.config.job import ConfigError, InputConfig, JobConfig
 from pipeline.formatting import Json
-from pipeline.generate.stage_config import asked_of
 from pipeline.input.columns import (
     bad_text,
     check_chosen_id,
@@ -41,6 +40,7 @@ from pipeline.schema import (
     SAMPLING,
     SOURCE_SCHEMA,
     STATUS,
+    asked_schema,
 )
 from pipeline.stages.detokenize import detokenize
 from pipeline.stages.packed_window import unpack
@@ -68,7 +68,9 @@ def prepare(
 def check_columns(names: Collection[str], config: JobConfig) -> None:
     """ConfigError where a dataset has nothing to make prompts of, or a column that bears one of our names."""
     expansion = Expansion.of(config.input, config.sampling)
-    reserved = RESERVED_COLUMNS | set(asked_of(config).names)
+    has_own = config.input.sampling_column is not None
+    asked = asked_schema(config.sampling, config.output.reasoning_parser, has_row_parameters=has_own)
+    reserved = RESERVED_COLUMNS | set(asked.names)
     reserved |= set(SOURCE_SCHEMA.names) if expansion.is_on else set()
     if taken := sorted(set(names) & reserved - own_columns(config.input)):
         raise ConfigError(
