@@ -79,7 +79,7 @@ def in_columns(table: Sequence[Sequence[str]]) -> list[list[str]]:
 def is_ended(tokens: Sequence[int], detection: RepetitionDetection) -> bool:
     """Whether the detection ends an answer of these tokens early."""
     search = RepetitionSearch(detection)
-    return any(search.is_loop(tokens[: end + 1]) for end in range(len(tokens) - 1))
+    return any(search.push(tokens[: end + 1]) for end in range(len(tokens) - 1))
 
 
 def false_stops(kinds: dict[str, list[str]], tokenizer: Tokenizer) -> dict[str, dict[str, int]]:
