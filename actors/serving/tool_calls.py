@@ -1,9 +1,9 @@
 """Tool calls in generated text: parsing them, and the grammar that forces them.
 
-Two forms are known. `tags` (Hermes, Qwen, SmolLM3): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as
-often as the model likes and after text. `json` (Llama 3): an answer that is `{"name": ..., "parameters": {...}}` and
-nothing else, or several of them with `;` in between or in a list. What is no call of a tool that the request has stays
-text. No torch.
+Two forms are known, by the names of vLLM's parsers. `hermes` (Hermes, Qwen, SmolLM3): `<tool_call>{"name": ...,
+"arguments": {...}}</tool_call>`, as often as the model likes and after text. `llama3_json` (Llama 3): an answer that is
+`{"name": ..., "parameters": {...}}` and nothing else, or several of them with `;` in between or in a list. What is no
+call of a tool that the request has stays text. No torch.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from actors.serving.text_stream import overlap
 
-ToolForm = Literal["tags", "json"]
+ToolForm = Literal["hermes", "llama3_json"]
 START, END = "<tool_call>", "</tool_call>"
-ARGUMENTS: Final = {"tags": "arguments", "json": "parameters"}
+ARGUMENTS: Final = {"hermes": "arguments", "llama3_json": "parameters"}
 """What models call the arguments in each form."""
 WHITESPACE: Final = "[ ]?"
 """Between the parts of forced arguments, as in other structured outputs."""
@@ -29,7 +29,7 @@ class ToolCall(NamedTuple):
     """A JSON object."""
 
 
-class Called(NamedTuple):
+class ParsedAnswer(NamedTuple):
     """An answer, or the new part of one."""
 
     content: str
@@ -40,7 +40,7 @@ def tool_form(template: str) -> ToolForm:
     """The form that a chat template asks for; ValueError for one that is not known."""
     if "<function=" in template or "[TOOL_CALLS]" in template:
         raise ValueError("its calls of tools are neither <tool_call> with JSON nor JSON alone, and are not parsed")
-    return "tags" if START in template else "json"
+    return "hermes" if START in template else "llama3_json"
 
 
 class ToolCallStream:
@@ -51,37 +51,39 @@ class ToolCallStream:
         self._form, self._names, self._is_single = form, frozenset(names), is_single
         self._held = ""
         self._is_text = False
-        """`json`: the answer has begun with something else, and has no calls."""
+        """`llama3_json`: the answer has begun with something else, and has no calls."""
         self.num_calls = 0
 
-    def push(self, text: str) -> Called:
+    def push(self, text: str) -> ParsedAnswer:
         self._held += text
-        return self._push_tags() if self._form == "tags" else self._push_json()
+        return self._push_hermes() if self._form == "hermes" else self._push_llama3_json()
 
-    def finish(self) -> Called:
+    def finish(self) -> ParsedAnswer:
         """The rest, at the end of the text."""
         held, self._held = self._held, ""
-        if self._form == "json":
+        if self._form == "llama3_json":
             found = None if self._is_text else _calls_of(held, self._names)
-            return Called(held, []) if found is None else Called("", self._counted(found))
+            return ParsedAnswer(held, []) if found is None else ParsedAnswer("", self._counted(found))
         before, mark, body = held.partition(START)
         if mark and (call := _call_of(body, self._names)):  # a call may end an answer without its tag
-            return Called(before.rstrip(), self._counted([call]))
-        return Called(held if held.strip() or not self.num_calls else "", [])  # line breaks after calls say nothing
+            return ParsedAnswer(before.rstrip(), self._counted([call]))
+        return ParsedAnswer(
+            held if held.strip() or not self.num_calls else "", []
+        )  # line breaks after calls say nothing
 
-    def _push_tags(self) -> Called:
+    def _push_hermes(self) -> ParsedAnswer:
         content, calls = "", list[ToolCall]()
         while True:
             before, mark, body = self._held.partition(START)
             if not mark:
                 certain = before[: len(before) - overlap(before, START)].rstrip()
                 self._held = before[len(certain) :]
-                return Called(content + certain, calls)
+                return ParsedAnswer(content + certain, calls)
             body, mark, rest = body.partition(END)
             if not mark:
                 certain = before.rstrip()
                 self._held = self._held[len(certain) :]
-                return Called(content + certain, calls)
+                return ParsedAnswer(content + certain, calls)
             if call := _call_of(body, self._names):
                 content += before.rstrip()
                 calls += self._counted([call])
@@ -89,13 +91,13 @@ class ToolCallStream:
                 content += before + START + body + END
             self._held = rest
 
-    def _push_json(self) -> Called:
+    def _push_llama3_json(self) -> ParsedAnswer:
         if not self._is_text and (start := self._held.lstrip()):
             self._is_text = start[0] not in "{["
         if not self._is_text:
-            return Called("", [])
+            return ParsedAnswer("", [])
         text, self._held = self._held, ""
-        return Called(text, [])
+        return ParsedAnswer(text, [])
 
     def _counted(self, calls: list[ToolCall]) -> list[ToolCall]:
         if self._is_single:
@@ -104,11 +106,11 @@ class ToolCallStream:
         return calls
 
 
-def split_calls(text: str, form: ToolForm, names: Collection[str], *, is_single: bool = False) -> Called:
+def split_calls(text: str, form: ToolForm, names: Collection[str], *, is_single: bool = False) -> ParsedAnswer:
     """A whole answer."""
     stream = ToolCallStream(form, names, is_single=is_single)
     first, last = stream.push(text), stream.finish()
-    return Called(first.content + last.content, first.calls + last.calls)
+    return ParsedAnswer(first.content + last.content, first.calls + last.calls)
 
 
 def _call_of(text: str, names: Collection[str]) -> ToolCall | None:
@@ -147,12 +149,12 @@ def tool_grammar(form: ToolForm, schemas: Mapping[str, Mapping[str, Any] | None]
     rules, names = [], []
     for number, (name, schema) in enumerate(schemas.items()):
         begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{ARGUMENTS[form]}": '
-        front, end = (f"{START}\n{begin}", f"}}\n{END}") if form == "tags" else (begin, "}")
+        front, end = (f"{START}\n{begin}", f"}}\n{END}") if form == "hermes" else (begin, "}")
         names.append(f"call_{number}")
         own = {**(NO_PARAMETERS if schema is None else schema), "x-guidance": {"whitespace_pattern": WHITESPACE}}
         rules.append(f"call_{number}: {_quoted(front)} arguments_{number} {_quoted(end)}")
         rules.append(f"arguments_{number}: %json {json.dumps(own)}")
-    more = "" if is_single or form == "json" else ' ("\\n" call)*'
+    more = "" if is_single or form == "llama3_json" else ' ("\\n" call)*'
     return "\n".join([f"start: call{more}", f"call: {' | '.join(names)}", *rules])
 
 

@@ -18,8 +18,8 @@ from itertools import islice
 from typing import Final
 
 from pipeline.batches.ending import end_batch
-from pipeline.batches.job import job_config
-from pipeline.batches.storage import BatchError, BatchRecord, ClientStorage, Storage
+from pipeline.batches.run_config import job_config
+from pipeline.batches.storage import BatchError, ClientStorage, Storage, StoredBatch
 from pipeline.cluster.priority import run_in_background
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Log
@@ -47,7 +47,7 @@ def main(storage: str, client: str, batch_id: str) -> None:
         run_batch(own, record, lambda line: _log(f"{batch_id}: {line}"))
 
 
-def run_batch(own: ClientStorage, record: BatchRecord, log: Log) -> None:
+def run_batch(own: ClientStorage, record: StoredBatch, log: Log) -> None:
     """Runs the batch, or what is left of it. A batch whose input cannot be run is ended as failed."""
     if own.run(record["id"]).read_state() is None and (errors := list(islice(find_errors(own, record), MAX_ERRORS))):
         end_batch(own, record, "failed", log, errors)
@@ -71,7 +71,7 @@ def run_batch(own: ClientStorage, record: BatchRecord, log: Log) -> None:
             end_batch(own, record, "failed", log, found)
 
 
-def find_errors(own: ClientStorage, record: BatchRecord) -> Iterator[BatchError]:
+def find_errors(own: ClientStorage, record: StoredBatch) -> Iterator[BatchError]:
     """What is wrong with the input as a whole: no lines, or lines for another model or endpoint than the batch's.
 
     A line that is bad by itself is a line of the errors file, as in any run.

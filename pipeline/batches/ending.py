@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Literal
 
-from pipeline.batches.storage import BatchError, BatchRecord, ClientStorage
+from pipeline.batches.storage import BatchError, ClientStorage, StoredBatch
 from pipeline.config.job import InputConfig
 from pipeline.formatting import Log
 from pipeline.generate.openai_batch import Unanswered, write_batch_files
@@ -25,7 +25,7 @@ EXPIRED = "batch_expired", "This request could not be executed before the comple
 
 def end_batch(
     own: ClientStorage,
-    record: BatchRecord,
+    record: StoredBatch,
     status: Literal["failed", "expired", "cancelled"],
     log: Log,
     errors: Sequence[BatchError] = (),
@@ -63,7 +63,7 @@ def end_batch(
         own.end(batch_id, {"status": status, "at": int(time.time()), "errors": list(errors), "lines": lines})
 
 
-def line_ids(own: ClientStorage, record: BatchRecord) -> Iterator[str]:
+def line_ids(own: ClientStorage, record: StoredBatch) -> Iterator[str]:
     """The id of each line of the input, as its run names it."""
     name = own.input_path(record["id"]).rpartition("/")[2]
     limit = int(record["job"]["limits"]["max_line_bytes"])

@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias
 from pipeline.batches.config import DAY_S, BatchesSection, StorageSection
 from pipeline.batches.ending import end_batch
 from pipeline.batches.status import BatchView
-from pipeline.batches.storage import RESULTS, BatchRecord, ClientStorage, Storage
+from pipeline.batches.storage import RESULTS, ClientStorage, Storage, StoredBatch
 from pipeline.cluster.priority import run_in_background
 from pipeline.formatting import Log
 
@@ -36,7 +36,7 @@ class _Driver:
     """A process at work on a batch."""
 
     own: ClientStorage
-    record: BatchRecord
+    record: StoredBatch
     process: "subprocess.Popen[bytes]"
     began: float
     rows_before: int

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
-from pipeline.batches.storage import RESULTS, BatchRecord, ClientStorage, Ending, FileRecord, result_id
+from pipeline.batches.storage import RESULTS, ClientStorage, Ending, FileRecord, StoredBatch, result_id
 from pipeline.formatting import Json
 from pipeline.store.lease import read_lease
 from pipeline.store.run_folder import STATUSES, RunFolder, read_footer
@@ -61,7 +61,7 @@ def status_of(ending: Ending | None, state: RunState | None, is_cancelled: bool,
 class BatchView:
     """One look at a batch."""
 
-    def __init__(self, own: ClientStorage, record: BatchRecord) -> None:
+    def __init__(self, own: ClientStorage, record: StoredBatch) -> None:
         self.own, self.record = own, record
         self.cancelling_at = own.cancelled_at(record["id"])
         self.run = own.run(record["id"])

@@ -2,7 +2,7 @@
 
     <storage.path>/<client>/files/file-ID.json     what was uploaded (FileRecord), written last: without it, no file
     <storage.path>/<client>/files/file-ID.jsonl    its content
-    <storage.path>/<client>/batches/batch_ID.json  what was asked for (BatchRecord), never changed: without it, no batch
+    <storage.path>/<client>/batches/batch_ID.json  what was asked for (StoredBatch), never changed: without it, no batch
     <storage.path>/<client>/batches/batch_ID.jsonl the input: a link to the file's content, elsewhere than on a disk a
                                                    copy, so that a file may be deleted while its batch runs
     <storage.path>/<client>/batches/batch_ID.cancel.json   when its cancellation was asked for
@@ -69,7 +69,7 @@ class FileRecord(TypedDict):
     """Digest of the request that an `Idempotency-Key` came with."""
 
 
-class BatchRecord(TypedDict):
+class StoredBatch(TypedDict):
     id: str
     created_at: int
     expires_at: int
@@ -225,22 +225,22 @@ class ClientStorage:
 
     # Batches
 
-    def batch(self, batch_id: str) -> BatchRecord | None:
+    def batch(self, batch_id: str) -> StoredBatch | None:
         return self._read(f"batches/{batch_id}.json") if BATCH_ID.fullmatch(batch_id) else None
 
-    def batches(self) -> list[BatchRecord]:
+    def batches(self) -> list[StoredBatch]:
         """The newest first."""
         return _newest(self.batch(name) for name in self.batch_ids())
 
     def batch_ids(self) -> list[str]:
         return [name for name in self._names("batches") if BATCH_ID.fullmatch(name)]
 
-    def batches_of_key(self, batch_id: str) -> list[BatchRecord]:
+    def batches_of_key(self, batch_id: str) -> list[StoredBatch]:
         """Those that came with the same `Idempotency-Key` as a batch of this id (`keyed_id`)."""
         found = (self.batch(name) for name in self._same_key("batches", batch_id))
         return [record for record in found if record is not None and "request" in record]
 
-    def add_batch(self, record: BatchRecord) -> BatchRecord:
+    def add_batch(self, record: StoredBatch) -> StoredBatch:
         """Returns the batch that is there then: on a store another process may have taken the same request meanwhile.
         FileNotFoundError if the input file is gone.
 
@@ -296,7 +296,7 @@ class ClientStorage:
         with folder.filesystem.open_input_stream(folder.path(source)) as content, folder.replacing(target) as copy:
             _copy(content, copy)
 
-    def _remove_left(self, name: str, record: FileRecord | BatchRecord) -> None:
+    def _remove_left(self, name: str, record: FileRecord | StoredBatch) -> None:
         if not self._folder.is_local and "request" in record:
             return  # another process may have stored the same under this id
         with suppress(OSError):  # what stays is swept away later

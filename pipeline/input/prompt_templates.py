@@ -195,7 +195,7 @@ def _reason_against_tools(source: str) -> str:
 def form_of(prompter: Prompter | None) -> ToolForm:
     """How the model calls tools, where its chat template has some."""
     if prompter is None or prompter.chat is None or _reason_against_tools(prompter.chat.source):
-        return "tags"
+        return "hermes"
     return tool_form(prompter.chat.source)
 
 

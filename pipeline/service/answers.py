@@ -32,7 +32,7 @@ class Parsers:
 
     reasoning: str | None = None
     """`output.reasoning_parser`."""
-    tools: ToolForm = "tags"
+    tools: ToolForm = "hermes"
     """The form of calls, where a request has tools."""
 
 

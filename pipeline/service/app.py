@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.generator import GeneratorConfig
 from actors.memory import freeze_gc
-from pipeline.batches.job import job_settings
+from pipeline.batches.run_config import job_settings
 from pipeline.batches.runner import BatchRunner
 from pipeline.batches.storage import Storage
 from pipeline.cluster.node_backends import look, reason_for_torch

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from pipeline.config.job import ConfigError
+from pipeline.service.api_error import ApiError
 from pipeline.service.config import AuthSection
-from pipeline.service.errors import ApiError
 
 MIN_KEY_CHARS: Final = 8
 HA_PROXY: Final = "RAY_SERVE_ENABLE_HA_PROXY"

@@ -22,19 +22,19 @@ from pipeline.batches.storage import (
     BATCH_ID,
     FILE_ID,
     RESULT_ID,
-    BatchRecord,
     ClientStorage,
     FileRecord,
     Storage,
+    StoredBatch,
     keyed_id,
     new_id,
     request_digest,
 )
 from pipeline.formatting import Json
 from pipeline.openai_format.parameters import BadParameter, cut
+from pipeline.service.api_error import ApiError
 from pipeline.service.config import ServeConfig
 from pipeline.service.error_responses import reply
-from pipeline.service.errors import ApiError
 from pipeline.service.requests import parse_body
 from pipeline.service.uploads import MEMORY_BYTES, Upload, read_form
 
@@ -50,7 +50,7 @@ ORDERS: Final = {"asc": 1, "desc": -1}
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Keyed = TypeVar("Keyed", FileRecord, BatchRecord)
+Keyed = TypeVar("Keyed", FileRecord, StoredBatch)
 
 
 class BatchRoutes:
@@ -235,7 +235,7 @@ class BatchRoutes:
     def _create(self, own: ClientStorage, client: str, values: Mapping[str, Json], key: str | None) -> dict[str, Json]:
         asked, now = BatchRequest.parse(values), int(time.time())
         expiry = asked.output_expires_after
-        record: BatchRecord = {
+        record: StoredBatch = {
             "id": new_id("batch_"),
             "created_at": now,
             "expires_at": now + asked.window_s,
@@ -254,7 +254,7 @@ class BatchRoutes:
         with own.changing():
             return self._created(own, record)
 
-    def _created(self, own: ClientStorage, record: BatchRecord) -> dict[str, Json]:
+    def _created(self, own: ClientStorage, record: StoredBatch) -> dict[str, Json]:
         """Creates the batch, or gives the one that is there since an earlier request with its `Idempotency-Key`."""
         if "request" in record:
             before = _same_request(own.batches_of_key(record["id"]), record)

@@ -17,9 +17,9 @@ from actors.generator import Generator, GeneratorConfig
 from actors.serving.engine import Engine, Progress
 from actors.serving.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.serving.scheduler import EngineConfig, Ticket
+from pipeline.service.api_error import ApiError
 from pipeline.service.config import ServeConfig
 from pipeline.service.engine_requests import Prompts
-from pipeline.service.errors import ApiError
 from pipeline.service.shares import Shares
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
@@ -38,7 +38,7 @@ class EndpointSpec:
     key_digests: tuple[bytes, ...]
     """SHA-256 of the API keys; without any, only loopback is answered."""
     job: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration of batches (`pipeline.batches.job.job_settings`)."""
+    """The configuration of batches (`pipeline.batches.run_config.job_settings`)."""
 
 
 def resolve_stall_s(generator: Generator, config: ServeConfig) -> float:

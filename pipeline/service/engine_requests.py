@@ -14,8 +14,8 @@ from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateError, TemplateRaised
 from pipeline.openai_format.parameters import BadParameter, cut
+from pipeline.service.api_error import ApiError
 from pipeline.service.config import ServeConfig
-from pipeline.service.errors import ApiError
 from pipeline.service.requests import ChatRequest, CompletionRequest, HttpParameters, Prompt
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request

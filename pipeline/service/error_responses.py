@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from pipeline.openai_format.parameters import BadParameter
-from pipeline.service.errors import ApiError
+from pipeline.service.api_error import ApiError
 
 ROUTES_THERE_ARE = (
     "this server has /v1/completions, /v1/chat/completions, /v1/models, /v1/files, /v1/batches, /health and /metrics, "

@@ -17,8 +17,8 @@ from ray.serve.metrics import Counter, Gauge, Histogram
 
 from pipeline.batches.runner import BatchRunner
 from pipeline.batches.status import STATES
+from pipeline.service.api_error import ApiError
 from pipeline.service.endpoint import Endpoint
-from pipeline.service.errors import ApiError
 
 PREFIX = "skipdecode_serve_"
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]

@@ -18,7 +18,7 @@ from pipeline.openai_format.parameters import (
     is_token_list,
     shown,
 )
-from pipeline.service.errors import ApiError
+from pipeline.service.api_error import ApiError
 
 MAX_CHAT_LOGPROBS: Final = 20  # OpenAI
 MAX_ID_CHARS: Final = 512

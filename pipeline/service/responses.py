@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from actors.serving.engine import Progress
 from pipeline.service.answers import DONE, Body, CompletionAnswer, encode, encode_in_pieces, event, is_news
+from pipeline.service.api_error import ApiError
 from pipeline.service.endpoint import Answering, Endpoint
-from pipeline.service.errors import ApiError
 
 Observer: TypeAlias = Callable[[int, float | None, float], None]
 """Called once per completion or chat: status, seconds to the first token (None: there was none), seconds in all."""

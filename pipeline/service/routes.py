@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.serving.engine_thread import EngineDead
 from pipeline.openai_format.parameters import BadParameter, cut
 from pipeline.service.answers import ChatAnswer, CompletionAnswer, Parsers, model_card
+from pipeline.service.api_error import ApiError
 from pipeline.service.auth import check_key, check_local
 from pipeline.service.batch_routes import BatchRoutes
 from pipeline.service.endpoint import Endpoint
 from pipeline.service.error_responses import add_error_handlers, json_response, reply
-from pipeline.service.errors import ApiError
 from pipeline.service.requests import ChatRequest, CompletionRequest, parse_body
 from pipeline.service.responses import Observer, Watch, continued, streamed, whole
 
@@ -105,7 +105,7 @@ class Routes:
     def _read_chat(self, body: bytes) -> CompletionAnswer:
         asked = ChatRequest.parse(parse_body(body))
         requests = self._endpoint.prompts.of_chat(asked)
-        parsers = Parsers(self._config.output.reasoning_parser, self._endpoint.prompts.tool_form or "tags")
+        parsers = Parsers(self._config.output.reasoning_parser, self._endpoint.prompts.tool_form or "hermes")
         decode = self._endpoint.generator.tokenizer.decode
         return ChatAnswer(asked, requests, self._config.served_name, decode, parsers)
 

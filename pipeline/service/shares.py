@@ -13,8 +13,8 @@ from functools import partial
 from typing import Final, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
+from pipeline.service.api_error import ApiError
 from pipeline.service.config import LimitsSection
-from pipeline.service.errors import ApiError
 
 NUM_THREADS: Final = 6
 THREADS_PER_CLIENT: Final = 3

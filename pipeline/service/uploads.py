@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from aiohttp import BodyPartReader, MultipartReader, StreamReader
 from aiohttp.base_protocol import BaseProtocol
 
-from pipeline.service.errors import ApiError
+from pipeline.service.api_error import ApiError
 
 AHEAD_BYTES: Final = 1 << 20  # of the body, read before the form is
 FIELD_BYTES: Final = 4096

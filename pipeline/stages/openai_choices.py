@@ -67,7 +67,7 @@ def choice_of(
     *,
     id: str = "",
     finish_reason: str = "stop",
-    tool_form: ToolForm = "tags",
+    tool_form: ToolForm = "hermes",
 ) -> str:
     """The JSON of a `ChoicePart`. `own`: from `with_findings`; `tokens`, `text` and `finish_reason`: the answer; `id`:
     of the row."""

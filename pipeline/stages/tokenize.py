@@ -88,7 +88,7 @@ class TokenizeConfig:
     """Whether rows may bring parameters of their own in `input.sampling_column`."""
     reasoning_parser: str | None = None
     """`output.reasoning_parser`."""
-    tool_form: ToolForm = "tags"
+    tool_form: ToolForm = "hermes"
     """The form in which the model calls tools, where rows have some."""
 
     @property

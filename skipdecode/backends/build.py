@@ -38,7 +38,7 @@ EXTRAS = {
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mtune=native")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")  # the default is 256
 AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
-TIMEOUT_S = 120
+TIMEOUT_S = 600  # of a step that takes ten on an idle machine
 
 
 class BuildError(RuntimeError):

@@ -14,7 +14,7 @@ import pytest
 from actors.generator import Generator, GeneratorConfig
 from benchmarks.batches_beside_online import lines_per_s, measure, summary
 from pipeline.batches.ending import end_batch
-from pipeline.batches.storage import BatchRecord, ClientStorage, Storage
+from pipeline.batches.storage import ClientStorage, Storage, StoredBatch
 from pipeline.bench.load import Outcome, Work
 from tests.support.service_helpers import local, make_endpoint
 
@@ -63,7 +63,7 @@ class Rows(threading.Thread):
                 elif self.own.ending(record["id"]) is None:
                     end_batch(self.own, record, "cancelled", lambda _: None)
 
-    def _add(self, record: BatchRecord) -> None:
+    def _add(self, record: StoredBatch) -> None:
         run = self.own.run(record["id"])
         files = Path(run.path("data/status=ok"))
         count = len(list(files.glob("*.parquet"))) if files.exists() else 0

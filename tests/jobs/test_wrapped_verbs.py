@@ -17,8 +17,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from actors.generator import Generator, GeneratorConfig
 from jobs import calibrate, distill, doctor, finetune, generate, verify
-from pipeline.service.app import make_spec
-from pipeline.service.config import ServeConfig
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
@@ -221,8 +219,6 @@ def test_the_endpoint_serves_it(kind: str, scheduler: str, folder_of: Callable[[
     encoded = generator.tokenizer.encode(PROMPTS)
     answers = generator([Request(str(n), tokens, Sampling(NUM_NEW)) for n, tokens in enumerate(encoded)]).answers
     engine = {"scheduler": scheduler}
-    asked_for = {"model": {"source": str(source)}, "engine": engine, "auth": {"open_on_loopback": True}}
-    make_spec(ServeConfig.model_validate(asked_for))  # which refuses what it cannot do
     endpoint = make_endpoint(generator, engine=engine)
     asked = {"prompt": PROMPTS, "max_tokens": NUM_NEW, "temperature": 0, "return_token_ids": True}
     try:

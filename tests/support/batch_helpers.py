@@ -10,9 +10,9 @@ from typing import Any
 import openai
 from fastapi import FastAPI, Request
 
-from pipeline.batches.job import job_settings
+from pipeline.batches.run_config import job_settings
 from pipeline.batches.status import TERMINAL
-from pipeline.batches.storage import BatchRecord, ClientStorage, Storage
+from pipeline.batches.storage import ClientStorage, Storage, StoredBatch
 from pipeline.config.job import build_config
 from pipeline.service.auth import check_key, digest
 from pipeline.service.batch_routes import BatchRoutes
@@ -72,7 +72,7 @@ def begin_run(own: ClientStorage, batch_id: str, documents: int, rows: int | Non
     own.run(batch_id).write_state(state | more)
 
 
-def finish_run(own: ClientStorage, record: BatchRecord) -> None:
+def finish_run(own: ClientStorage, record: StoredBatch) -> None:
     """What a run leaves that has answered all lines of the batch: of its files, those that the API reads."""
     with own.open_input(record["id"]) as source:
         ids = [json.loads(text)["custom_id"] for text in source.read().splitlines()]

@@ -21,7 +21,7 @@ import torch
 from transformers import OPTForCausalLM
 
 from actors.generator import Generator, GeneratorConfig
-from pipeline.batches.job import job_settings
+from pipeline.batches.run_config import job_settings
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.routes import create_app

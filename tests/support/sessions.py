@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config.job import ConfigError, ModelConfig, SamplingConfig
+from pipeline.config.job import ConfigError, InputConfig, ModelConfig, SamplingConfig
 from pipeline.generate import run as code
 from pipeline.generate.check_paths import has_all_rows
 from pipeline.input.ids import digest_ids, row_keys, sum_digests
@@ -48,6 +48,7 @@ def plan_of(folder: RunFolder, earlier: Any, if_exists: str = "resume") -> Any:
             output=SimpleNamespace(if_exists=if_exists, reasoning_parser=None),
             limits=SimpleNamespace(max_failed_rows=9),
             sampling=SamplingConfig(),
+            input=InputConfig(path="in.jsonl"),
         ),
         model=SimpleNamespace(source="m", config=SimpleNamespace(num_hidden_layers=1, implementation="own"), decode={}),
         input=SimpleNamespace(

@@ -20,9 +20,9 @@ import pytest
 
 from pipeline.batches.driver import find_errors, run_batch
 from pipeline.batches.ending import end_batch
-from pipeline.batches.job import job_config
+from pipeline.batches.run_config import job_config
 from pipeline.batches.status import BatchView, status_of
-from pipeline.batches.storage import BatchRecord, ClientStorage
+from pipeline.batches.storage import ClientStorage, StoredBatch
 from pipeline.config.job import ConfigError
 from tests.support.batch_helpers import (
     KEY,
@@ -64,7 +64,7 @@ def create(client: openai.OpenAI, lines: list[Any] | None = None, **keys: Any) -
     return client.batches.create(input_file_id=made.id, **given)
 
 
-def record_of(own: ClientStorage, batch_id: str) -> BatchRecord:
+def record_of(own: ClientStorage, batch_id: str) -> StoredBatch:
     record = own.batch(batch_id)
     assert record is not None
     return record

@@ -15,7 +15,7 @@ import pytest
 import pipeline.generate.run as run_module
 from pipeline.batches.driver import run_batch
 from pipeline.batches.ending import end_batch
-from pipeline.batches.storage import BatchRecord, ClientStorage
+from pipeline.batches.storage import ClientStorage, StoredBatch
 from pipeline.generate.stopping import RunStopped
 from tests.support.batch_helpers import answers_of, batch_endpoint, client_of, jsonl, line, storage_of
 from tests.support.processes import row_list
@@ -70,7 +70,7 @@ def create(client: openai.OpenAI, file_id: str) -> Any:
     return client.batches.create(input_file_id=file_id, endpoint="/v1/completions", completion_window="24h")
 
 
-def record_of(own: ClientStorage, batch_id: str) -> BatchRecord:
+def record_of(own: ClientStorage, batch_id: str) -> StoredBatch:
     record = own.batch(batch_id)
     assert record is not None
     return record

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pipeline.batches.config import BatchesSection, StorageSection
-from pipeline.batches.job import job_settings
+from pipeline.batches.run_config import job_settings
 from pipeline.batches.runner import BatchRunner
 from pipeline.batches.status import BatchView
-from pipeline.batches.storage import BatchRecord, ClientStorage, FileRecord, Storage, new_id
+from pipeline.batches.storage import ClientStorage, FileRecord, Storage, StoredBatch, new_id
 from pipeline.service.config import ServeConfig
 from tests.support.batch_helpers import jsonl, line
 
@@ -77,7 +77,7 @@ class Queue:
         content.write_bytes(jsonl([line("a")]))
         with content.open("rb") as source:
             own.add_file(file, source)
-        record: BatchRecord = {
+        record: StoredBatch = {
             "id": new_id("batch_"), "created_at": now - 1000 - age_s, "expires_at": now + window_s,
             "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h", "metadata": None,
             "output_expires_after_s": None, "model": "m", "model_names": ["m"],
@@ -195,7 +195,7 @@ def test_a_batch_that_cannot_be_ended_does_not_stop_the_others(queue: Queue, mon
     """Be it that its rows cannot be read; it is tried again, and again, but not all the time."""
     tried = list[str]()
 
-    def fails(own: ClientStorage, record: BatchRecord, *_: Any) -> None:
+    def fails(own: ClientStorage, record: StoredBatch, *_: Any) -> None:
         tried.append(record["id"])
         raise AssertionError("rows that do not belong together")
 

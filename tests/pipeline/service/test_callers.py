@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from actors.generator import Generator
+from pipeline.service.api_error import ApiError
 from pipeline.service.auth import check_local, digest, is_loopback
 from pipeline.service.endpoint import Endpoint
-from pipeline.service.errors import ApiError
 from tests.support.service_helpers import local, make_endpoint
 
 ROUTES = [

@@ -17,10 +17,10 @@ import pytest
 from actors.generator import Generator
 from pipeline.config.job import ConfigError
 from pipeline.service.answers import CompletionAnswer
+from pipeline.service.api_error import ApiError
 from pipeline.service.auth import digest, read_keys
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint, resolve_stall_s
-from pipeline.service.errors import ApiError
 from pipeline.service.requests import CompletionRequest
 from pipeline.service.responses import Watch, streamed
 from pipeline.service.routes import TimedStream

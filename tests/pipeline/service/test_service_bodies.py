@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.json_size import MAX_MARKS
 from pipeline.openai_format.parameters import BadParameter
-from pipeline.service.errors import ApiError
+from pipeline.service.api_error import ApiError
 from pipeline.service.requests import CompletionRequest, parse_body
 from tests.support.measured_memory import most_bytes
 from tests.support.service_helpers import error_of, post

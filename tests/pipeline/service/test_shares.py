@@ -13,10 +13,10 @@ import pytest
 from actors.generator import Generator
 from pipeline.service import answers
 from pipeline.service.answers import encode, encode_in_pieces
+from pipeline.service.api_error import ApiError
 from pipeline.service.auth import digest
 from pipeline.service.config import LimitsSection
 from pipeline.service.endpoint import Endpoint
-from pipeline.service.errors import ApiError
 from pipeline.service.shares import NUM_THREADS, Shares
 from tests.support.processes import wait_for
 from tests.support.service_helpers import error_of, local, make_endpoint, post

@@ -259,8 +259,8 @@ def test_prompts_in_one_call_refuse_what_they_would_misread(product_dtype: torch
     for wrong in (h[1:], h.double(), h[:, :32], h.T.contiguous().T):
         with pytest.raises(AssertionError):
             block.kernel.run_prompts(wrong, prompts, (k, k.clone()), runs_ffn=True)
-    for positions in ([[0, 1], [-1, -1]], [[0, -1], [0, 1]]):
-        with pytest.raises(AssertionError, match="left-padded"):
+    for positions, message in (([[0, 1], [-1, -1]], "without tokens"), ([[0, -1], [0, 1]], "left-padded")):
+        with pytest.raises(AssertionError, match=message):
             PackedPrompts(torch.tensor(positions), torch.zeros(2, dtype=torch.int64))
 
 

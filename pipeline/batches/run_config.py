@@ -1,11 +1,11 @@
-"""From the server's configuration and a batch to the configuration of its run."""
+"""Builds the configuration of a batch's run from the server's configuration and the batch."""
 
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from pipeline.batches.config import BatchesSection
-from pipeline.batches.storage import BatchRecord, ClientStorage
+from pipeline.batches.storage import ClientStorage, StoredBatch
 from pipeline.config.job import DecodeConfig, JobConfig, ModelConfig, PrefillConfig, Section, build_config
 
 
@@ -54,7 +54,7 @@ def _absolute(value: Any) -> Any:
     return os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) and os.path.exists(value) else value
 
 
-def job_config(own: ClientStorage, record: BatchRecord, window_s: float) -> JobConfig:
+def job_config(own: ClientStorage, record: StoredBatch, window_s: float) -> JobConfig:
     """The configuration of the batch's run, which may take `window_s` from now on."""
     job: Mapping[str, Any] = record["job"]
     return build_config(
