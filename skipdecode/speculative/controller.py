@@ -11,7 +11,6 @@ A decision affects speed only, never the tokens. Under `sampling.deterministic` 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from statistics import median
 from typing import Literal
 
@@ -27,11 +26,13 @@ NGRAMS: Sequence[Source] = (*range(SHORTEST, LONGEST + 1), ANSWERS)
 PRIOR: Mapping[Source, float] = {LAYERS: 0.8, ANSWERS: 0.5, 2: 0.3, 3: 0.5, 4: 0.7}  # prior acceptance rate
 SMOOTHING = 0.04  # weight of the newest draft in the moving average
 MIN_SPEEDUP = 1.02  # below it, drafts are not worth the added variance in latency
+MIN_MEASURED = 1.05  # by DRAFTED_ROUNDS, which others may have disturbed, before drafts are believed to pay
 PLAIN_ROUNDS = 4  # plain steps timed per comparison; the first runs with cold CPU caches and does not count
 DRAFTED_ROUNDS = 32  # rounds with drafts per verdict
 RECHECK_EVERY = 256  # rounds with drafts after which plain steps are timed again, while drafts pay
 FIRST_PAUSE, LONGEST_PAUSE = 128, 4096  # plain steps after a negative verdict
 LOSS_SHARE, LOSS_STEPS = 0.01, 0.5  # time a trial may lose: a share of total time, plus this many plain steps
+LEAST_WAIT = 32  # plain steps until it is asked again whether a trial may lose enough: asking takes time, too
 DECIDE_EVERY = 8  # an estimate serves this many rounds
 
 Outcome = Literal["drafted", "timing_plain", "slower", "no_gain"]
@@ -103,6 +104,8 @@ class Comparison:
     pause: int = FIRST_PAUSE
     """The length of the next pause."""
     pause_reason: Outcome = "slower"
+    waits_until_s: float = 0.0
+    """The time spent in all at which a trial may lose enough."""
 
     @property
     def typical_time(self) -> float:
@@ -159,6 +162,8 @@ class SpeculationController:
         comparison = self._comparison(rows)
         if comparison.paused:
             return Decision(comparison.pause_reason, num_rounds=comparison.paused)
+        if self._spent_s < comparison.waits_until_s and not self._has_proof(rows):
+            return Decision("slower", num_rounds=LEAST_WAIT)
         if comparison.plain_left and self.latency.is_timed:
             return Decision("timing_plain")
         estimate = self._estimate(rows, k, context)
@@ -183,7 +188,8 @@ class SpeculationController:
             return decision
         wanted = ([ngram_s] if estimate.ngram_tokens else []) + ([layers_s] if estimate.layer_tokens else [])
         missing_s = min(lost[shortest] for lost in wanted) - allowed_s
-        return Decision("slower", num_rounds=min(max(1, ceil(missing_s / (LOSS_SHARE * plain_s))), FIRST_PAUSE))
+        self._comparison(rows).waits_until_s = self._spent_s + min(missing_s / LOSS_SHARE, FIRST_PAUSE * plain_s)
+        return Decision("slower", num_rounds=LEAST_WAIT)
 
     def observe(
         self, decision: Decision, rows: int, context: int, num_tokens: int, took_s: float, num_rounds: int = 1
@@ -204,7 +210,7 @@ class SpeculationController:
             self._lost_s = max(0.0, self._lost_s + lost * took_s / took)
         comparison.num_drafted += 1
         if comparison.num_drafted % DRAFTED_ROUNDS == 0:
-            threshold = 1.0 if comparison.pays else MIN_SPEEDUP
+            threshold = 1.0 if comparison.pays else MIN_MEASURED
             comparison.pays = not self.latency.is_timed or comparison.speedup >= threshold
             if not comparison.pays:
                 self._stop(rows, "slower")

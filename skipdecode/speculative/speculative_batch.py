@@ -15,7 +15,7 @@ N tokens of a pass, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -67,14 +67,20 @@ class Draws(NamedTuple):
 
 @dataclass
 class PlainRounds:
-    """Rounds without drafts that follow one decision, of the same rows."""
+    """Rounds without drafts that follow one decision, of about as many rows."""
 
     decision: Decision
-    num_rows: int
+    first_rows: int
+    """Rows of the first one."""
     context: int
-    """The mean context length at the first one."""
+    """Their mean context length."""
     num_rounds: int = 0
+    row_rounds: int = 0
+    """The sum of rows over the rounds."""
     took_s: float = 0.0
+
+    def holds_for(self, num_rows: int) -> bool:
+        return num_rows.bit_length() == self.first_rows.bit_length()
 
 
 class SpeculativeBatch(ContinuousBatch):
@@ -138,7 +144,6 @@ class SpeculativeBatch(ContinuousBatch):
                 return
             self._plain = PlainRounds(decision, num_rows, context)
         self._plain_round(self._plain)
-        self._plain.num_rounds += 1
         self._plain.took_s += synchronized_time(self._device) - begin
         if self._plain.num_rounds == self._plain.decision.num_rounds or self.is_done:
             self._end_plain_rounds()
@@ -147,7 +152,8 @@ class SpeculativeBatch(ContinuousBatch):
         return len(member.row.tokens) - 1
 
     def _changed(self) -> None:
-        self._continue_plain_rounds()
+        if self._plain is not None and not self._plain.holds_for(len(self._members)):
+            self._end_plain_rounds()
         self._has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
         self._proposer.keep({member.row for member in self._members})
         super()._changed()
@@ -162,23 +168,16 @@ class SpeculativeBatch(ContinuousBatch):
         if self._has_vocabulary and self.stats.decode_steps % READ_EVERY == 0:
             self._controller.vocabulary.wrote([row.tokens[-1] for row in rows])
         self.stats.count_round(plain.decision.outcome)
-
-    def _continue_plain_rounds(self) -> None:
-        """Goes on without drafts where a decision holds for more rounds, and there are about as many rows."""
-        plain = self._plain
-        self._end_plain_rounds()
-        if plain is None or len(self._members).bit_length() != plain.num_rows.bit_length():
-            return
-        if left := plain.decision.num_rounds - plain.num_rounds:
-            decision = replace(plain.decision, num_rounds=left)
-            self._plain = PlainRounds(decision, len(self._members), plain.context + plain.num_rounds)
+        plain.num_rounds += 1
+        plain.row_rounds += len(rows)
 
     def _end_plain_rounds(self) -> None:
         """Counts the plain rounds that followed one decision, and lets the controller learn from them."""
         plain, self._plain = self._plain, None
         if plain is None or not plain.num_rounds:
             return
-        num_rows, num_rounds, context = plain.num_rows, plain.num_rounds, plain.context + plain.num_rounds // 2
+        num_rounds, context = plain.num_rounds, plain.context + plain.num_rounds // 2
+        num_rows = round(plain.row_rounds / num_rounds)
         predicted_s = num_rounds * self._latency.roofline_s(self._lossless.full_plan, num_rows, num_rows, context)
         self._latency.observe("plain", num_rows, plain.took_s, predicted_s)
         self.stats.verify_s += plain.took_s
