@@ -82,6 +82,10 @@ def small_model(kind: str, **others: Any) -> PreTrainedModel:
 def save(kind: str, folder: Path, **others: Any) -> PreTrainedModel:
     """The model that was saved, made with `others` beside or in place of SIZES."""
     model = small_model(kind, **others)
+    embedding = model.get_input_embeddings()
+    if embedding.padding_idx is not None:  # transformers makes this row zero where it loads some types (Youtu)
+        with torch.no_grad():
+            embedding.weight[embedding.padding_idx] = 0.0
     model.save_pretrained(folder)
     return model
 
