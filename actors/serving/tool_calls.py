@@ -67,9 +67,8 @@ class ToolCallStream:
         before, mark, body = held.partition(START)
         if mark and (call := _call_of(body, self._names)):  # a call may end an answer without its tag
             return ParsedAnswer(before.rstrip(), self._counted([call]))
-        return ParsedAnswer(
-            held if held.strip() or not self.num_calls else "", []
-        )  # line breaks after calls say nothing
+        is_blank_after_calls = self.num_calls > 0 and not held.strip()  # line breaks after calls say nothing
+        return ParsedAnswer("" if is_blank_after_calls else held, [])
 
     def _push_hermes(self) -> ParsedAnswer:
         content, calls = "", list[ToolCall]()

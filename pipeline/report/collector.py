@@ -53,7 +53,7 @@ class MetricsCollector:
         self._live.worker_started(worker, record["load_s"])
 
     def worker_sits_out(self, worker: str) -> None:
-        """A worker cannot work, and will not in this session."""
+        """A worker cannot work, and will not for the rest of the run."""
         self._sitting_out.add(worker)
         self._counts["sitting_out"] = len(self._sitting_out)
 

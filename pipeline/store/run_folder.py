@@ -387,7 +387,7 @@ def counts_file(state: RunState) -> Callable[[str], bool]:
 
     What counts is who wrote a file and when, not that it is there: an upload of a session that is over may still
     arrive. To a finished run belong the files that its books were closed with; to any other those that its last session
-    found at its start (`known`; a new run finds none) and those that this session has written.
+    found at its start (`known`; a new run finds none) and those that it has written itself.
     """
     if state["state"] == "finished":
         return frozenset(state["files"]).__contains__

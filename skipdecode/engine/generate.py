@@ -1,9 +1,8 @@
 """Decoding a batch from prompts to completions.
 
 A batch is static, and its rows start together (`generate`), or it is continuous, and waiting requests join as rows end
-(`refill`). The
-caller splits rows into batches (`actors.batching.windows`). Rows that arrive while others decode are served by
-`actors.serving.engine`.
+(`refill`). The caller splits rows into batches (`actors.batching.windows`). Rows that arrive while others decode are
+served by `actors.serving.engine`.
 """
 
 import time
