@@ -1,8 +1,11 @@
 """`/v1/files` by the openai client and by bad requests, without Ray."""
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from random import Random
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import httpx2 as httpx
@@ -10,6 +13,7 @@ import openai
 import pytest
 
 from pipeline.batches.storage import ClientStorage
+from pipeline.service.uploads import read_form
 from tests.support.batch_helpers import KEY, OTHER_KEY, batch_endpoint, client_of, jsonl, line, storage_of
 
 CONTENT = jsonl([line("a"), line("b")])
@@ -176,6 +180,32 @@ def test_large_files_go_to_disk_as_they_come(tmp_path: Path) -> None:
             thread.join()
         for number, content in enumerate(contents):
             assert client.files.content(made[number].id).content == content * 20_000
+
+
+def test_a_form_is_read_alike_in_whatever_pieces_it_arrives() -> None:
+    content = jsonl([line(f"row-{number}") for number in range(5000)])
+    edge = b"--" + 24 * b"-" + b"0123456789abcdef"  # as long as clients' are
+    parts = [b'name="purpose"\r\n\r\nbatch', b'name="file"; filename="in.jsonl"\r\n\r\n' + content]
+    form = (
+        b"".join(edge + b"\r\nContent-Disposition: form-data; " + part + b"\r\n" for part in parts) + edge + b"--\r\n"
+    )
+    content_type = f"multipart/form-data; boundary={edge[2:].decode()}"
+
+    async def pieces(random: Random) -> AsyncIterator[bytes]:
+        rest = form
+        while rest:
+            size = random.choice((1, 5, 17, 70, 262_144, 300_000))
+            yield rest[:size]
+            rest = rest[size:]
+            if random.random() < 0.5:
+                await asyncio.sleep(0)
+
+    for seed in range(20):
+        with SpooledTemporaryFile() as target:
+            read = asyncio.run(read_form(pieces(Random(seed)), content_type, target, len(content), 5000))
+            target.seek(0)
+            assert target.read() == content
+        assert read == ({"purpose": "batch"}, "in.jsonl", len(content), 5000)
 
 
 def test_a_full_disk_stores_nothing(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
