@@ -154,6 +154,8 @@ class SpeculationController:
         self._lost_s = 0.0
         """Time lost against plain steps, in seconds; disturbed rounds are clipped at 2x the median."""
         self._estimated: tuple[int, int, Decision] | None = None  # rows, rounds left, the decision
+        self._estimated_s: tuple[list[float], list[float]] = [], []
+        """What `_round_seconds` gave for that decision."""
 
     def decide(self, rows: int, k: int, context: int) -> Decision:
         """Decides on the next round of `rows` rows. `k`: median decode step; `context`: mean context length."""
@@ -170,15 +172,15 @@ class SpeculationController:
         if not estimate.has_drafts:
             self._stop(rows, "no_gain")
         elif self.latency.is_timed and not self._has_proof(rows):
-            return self._within_budget(estimate, rows, k, context)
+            return self._within_budget(estimate, rows, context)
         return estimate
 
-    def _within_budget(self, estimate: Decision, rows: int, k: int, context: int) -> Decision:
+    def _within_budget(self, estimate: Decision, rows: int, context: int) -> Decision:
         """The estimate, with drafts cut so that a round in which none is accepted loses no more than trials may lose;
         or plain steps until they may lose enough for the shortest draft."""
         plain_s = self._plain_s(rows, context)
         allowed_s = LOSS_SHARE * self._spent_s + LOSS_STEPS * plain_s - self._lost_s
-        ngram_s, layers_s = ([took_s - took[0] for took_s in took] for took in self._round_seconds(rows, k, context))
+        ngram_s, layers_s = ([took_s - took[0] for took_s in took] for took in self._estimated_s)
         by_ngrams, by_layers = (sum(lost_s <= allowed_s for lost_s in lost[1:]) for lost in (ngram_s, layers_s))
         shortest = self.schedule.draft_tokens or 1  # where the number is given, exactly that or none
         by_ngrams, by_layers = (most * (most >= shortest) for most in (by_ngrams, by_layers))
@@ -262,7 +264,7 @@ class SpeculationController:
             if known_rows == rows and left:
                 self._estimated = rows, left - 1, known
                 return known
-        ngram_s, layers_s = self._round_seconds(rows, k, context)
+        ngram_s, layers_s = self._estimated_s = self._round_seconds(rows, k, context)
         layer_tokens, by_layers = self._best(LAYERS, layers_s) if self.schedule.drafts_by_skipping else (0, 0.0)
         found = {source: self._best(source, ngram_s) for source in NGRAMS}
         ngram_tokens = {source: n for source, (n, speedup) in found.items() if n and speedup >= by_layers}

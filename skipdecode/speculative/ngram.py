@@ -4,7 +4,7 @@ They run no layer at all, and are right where outputs quote inputs: summaries, e
 """
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skipdecode.engine.request import Row
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skipdecode.speculative.draft import Source
 
 SHORTEST, LONGEST = 2, 4  # tokens that must match; longer matches are preferred
-COUNT_EVERY = 4  # rows without drafts, of which one is counted: some of the text says enough, and counting takes time
+COUNT_EVERY = 8  # rows without drafts, of which one is counted: some of the text says enough, and counting takes time
 _BYTES = array("i").itemsize
 
 
@@ -79,17 +79,19 @@ class NgramProposer:
                 return ANSWERS, found
         return length, tokens
 
-    def keep(self, rows: Collection[Row]) -> None:
+    def keep(self, rows: Sequence[Row]) -> None:
         """Forgets all other rows, once what they have written is counted. Of rows for which the index was never asked,
         one in COUNT_EVERY is."""
-        for row, counted in self._num_counted.items():
-            if row in rows:
-                continue
+        kept = set(rows)
+        for row in [row for row in self._num_counted if row not in kept]:
+            counted = self._num_counted[row]
             if counted or self._num_uncounted % COUNT_EVERY == 0:
                 self._count(row)
             self._num_uncounted += not counted
-        self._num_counted = {row: self._num_counted.get(row, 0) for row in rows}
-        self._indexes = {row: index for row, index in self._indexes.items() if row in rows}
+            del self._num_counted[row]
+            self._indexes.pop(row, None)
+        for row in rows:
+            self._num_counted.setdefault(row, 0)
 
     def _count(self, row: Row) -> None:
         counted = self._num_counted.get(row, 0)

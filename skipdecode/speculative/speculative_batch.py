@@ -154,8 +154,9 @@ class SpeculativeBatch(ContinuousBatch):
     def _changed(self) -> None:
         if self._plain is not None and not self._plain.holds_for(len(self._members)):
             self._end_plain_rounds()
-        self._has_cuts = any(cuts(member.row.request.sampling) for member in self._members)
-        self._proposer.keep({member.row for member in self._members})
+        rows = [member.row for member in self._members]
+        self._has_cuts = self._params is not None and any(cuts(row.request.sampling) for row in rows)
+        self._proposer.keep(rows)
         super()._changed()
 
     def _plain_round(self, plain: PlainRounds) -> None:
