@@ -1,7 +1,7 @@
 """The CPU back ends that this machine can run, forced one after the other; for the tests of the kernels.
 
-The short lane runs the fastest back end, which is the one that decodes here, with bfloat16 and int8, and the one that
-needs least of a CPU with float32. The others, and float32 on the fastest, are marked `slow`.
+The short lane runs the fastest back end, which is the one that decodes here. Tests of the others are marked `slow`:
+each is a library of its own, which takes the compiler the better part of a minute.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,31 +84,26 @@ def _name_of(one: tuple[Any, ...]) -> str:
     return f"{name}-{(*quantization, None)[0] or str(dtype).removeprefix('torch.')}"
 
 
-def _is_slow(name: str, dtype: torch.dtype | None = None) -> bool:
-    if dtype == torch.float32:
-        return name != NAMES[-1]
-    return name not in (NAMES[0], NAMES[-1])
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if name != NAMES[0] else []
 
 
-def _params(kinds: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [
-        pytest.param(one, id=_name_of(one), marks=[pytest.mark.slow] if _is_slow(one[0], one[1]) else [])
-        for one in kinds
-    ]
+BACKENDS = [pytest.param(name, marks=_marks(name)) for name in NAMES]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if _is_slow(name) else []) for name in NAMES]
-)
+def params_of(kinds: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Parameters for tests of such tuples, which begin with a back end."""
+    return [pytest.param(one, id=_name_of(one), marks=_marks(one[0])) for one in kinds]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each back end with kernels."""
     with forced(request.param):
         yield request.param
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if _is_slow(name) else []) for name in INT8]
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=_marks(name)) for name in INT8])
 def int8_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each back end with int8 weights."""
     with forced(request.param) as chosen:
@@ -116,14 +111,14 @@ def int8_backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(scope="module", params=_params(PRODUCTS))
+@pytest.fixture(scope="module", params=params_of(PRODUCTS))
 def product_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Each type that some back end multiplies, by that back end."""
     with forced(request.param[0]):
         yield request.param[1]
 
 
-@pytest.fixture(scope="module", params=_params(KINDS))
+@pytest.fixture(scope="module", params=params_of(KINDS))
 def kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantization | None]]:
     """Each type and quantization that some back end has kernels for, by that back end."""
     with forced(request.param[0]):

@@ -21,7 +21,7 @@ from skipdecode.schedules.ffn_skip import SkipBand, SkipSaturated
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill, Unified
 from skipdecode.speculative.generate_lossless import generate_lossless
-from tests.support.cpu_backends import KINDS, NAMES, forced
+from tests.support.cpu_backends import BACKENDS, KINDS, forced, params_of
 from tests.support.graphs import cpu_as_cuda
 from tests.support.schedules import SCHEDULES
 from tests.support.shared_prompts import LAYERS as L
@@ -46,7 +46,7 @@ MIXES = st.lists(
 )
 
 
-@pytest.fixture(scope="module", params=["torch", *NAMES])
+@pytest.fixture(scope="module", params=["torch", *BACKENDS])
 def any_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with forced(request.param):
         yield request.param
@@ -127,11 +127,12 @@ def test_nested_prefixes_change_no_token(any_backend: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
-@pytest.mark.parametrize(("name", "dtype", "quantization"), KINDS)
+@pytest.mark.parametrize("kind", params_of(KINDS))
 def test_where_layers_are_kernels_no_bit_changes(
-    name: str, dtype: torch.dtype, quantization: Quantization | None, family: str
+    kind: tuple[str, torch.dtype, Quantization | None], family: str
 ) -> None:
     """Logits are equal to the last bit, so bfloat16 draws the same tokens, too."""
+    name, dtype, quantization = kind
     with forced(name):
         model, (prompts, marks) = random_decoder(CONFIGS[family](), dtype).pack(quantization), nested()
         assert model.supports_shared_prefix
@@ -153,7 +154,7 @@ def bytes_of(columns: int, rows: int, family: str) -> int:
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_one_copy_of_a_head_is_all_that_is_held(name: str, family: str) -> None:
     """Bytes are exact: columns of heads once, and of rows their own ends and the steps that run the layer."""
     mix = [(40, [5, 9, 2]), (24, [9, 3])]
