@@ -94,19 +94,19 @@ class PackedPrompts:
         self,
         positions: Tensor,
         columns: Tensor,
-        before: Sequence[int] | None = None,
+        num_cached: Sequence[int] | None = None,
         slots: Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
         """`positions` [B, T] int64, -1 at padding (`Decoder.embed`). `columns` [B] int64: the cache column of each
-        prompt's first token. `before` [B]: how many tokens of each prompt have their K and V cached already. `slots`
+        prompt's first token. `num_cached` [B]: how many tokens of each prompt have their K and V cached already. `slots`
         [B] int64: the row of the cache that each prompt has; None if the cache has these rows alone, in their order.
         `lengths` [B]: how many tokens of each prompt are given; None: they are read from the device."""
         device, is_real = positions.device, positions >= 0
         lengths = is_real.sum(dim=1).tolist() if lengths is None else list(lengths)
         assert min(lengths) > 0, "a prompt without tokens"
-        self._lengths, self._before = lengths, list(before or [0] * len(lengths))
-        self.before = None if before is None else to_device(self._before, device)
+        self._lengths, self._num_cached = lengths, list(num_cached or [0] * len(lengths))
+        self.num_cached = None if num_cached is None else to_device(self._num_cached, device)
         """[B] int64"""
         self.columns, self.slots = columns, slots
         starts = np.cumsum([0, *lengths])
@@ -114,7 +114,7 @@ class PackedPrompts:
         """[B + 1] int64: row b has the tokens starts[b] to starts[b + 1] - 1."""
         self.num_tokens = int(starts[-1])  # N
         own = self.starts[1:] - self.starts[:-1]
-        ends = own if self.before is None else own + self.before
+        ends = own if self.num_cached is None else own + self.num_cached
         if device.type == "cpu":
             is_padded_left = (positions[:, -1] == ends - 1) & (is_real.sum(dim=1) == own)
             assert bool(is_padded_left.all()), "left-padded, and none of them empty"
@@ -135,24 +135,24 @@ class PackedPrompts:
     @cached_property
     def new(self) -> PackedSequences:
         """The tokens that are given."""
-        return self._sequences(self._lengths, self.starts, self.before)
+        return self._sequences(self._lengths, self.starts, self.num_cached)
 
     @cached_property
     def seen(self) -> PackedSequences:
         """What they attend to: themselves (`new`), and the tokens before them."""
-        if not any(self._before):
+        if not any(self._num_cached):
             return self.new
-        counts = [n + before for n, before in zip(self._lengths, self._before, strict=True)]
+        counts = [n + cached for n, cached in zip(self._lengths, self._num_cached, strict=True)]
         return self._sequences(counts, to_device(np.cumsum([0, *counts]), self.columns.device), None)
 
-    def _sequences(self, counts: Sequence[int], starts: Tensor, before: Tensor | None) -> PackedSequences:
-        """So many tokens of each prompt, behind `before` others."""
+    def _sequences(self, counts: Sequence[int], starts: Tensor, num_cached: Tensor | None) -> PackedSequences:
+        """So many tokens of each prompt, behind `num_cached` others."""
         device, total = starts.device, sum(counts)
         rows = torch.arange(len(counts), device=device).repeat_interleave(starts[1:] - starts[:-1], output_size=total)
         first = self.columns[rows]
         columns = first + torch.arange(total, device=device) - starts[rows]
-        if before is not None:
-            columns = columns + before[rows]
+        if num_cached is not None:
+            columns = columns + num_cached[rows]
         slots = rows if self.slots is None else self.slots[rows]
         return PackedSequences(starts.to(torch.int32), max(counts), slots, first, columns)
 
@@ -165,9 +165,9 @@ class PackedPrompts:
         return h[self.starts[1:] - 1][:, None]
 
     def pointers(self) -> tuple[int | None, ...]:
-        """Number of rows and addresses of starts, columns, `before` and `slots`, as the compiled kernels take them."""
-        before, slots = (None if own is None else own.data_ptr() for own in (self.before, self.slots))
-        return len(self), self.starts.data_ptr(), self.columns.data_ptr(), before, slots
+        """Number of rows and addresses of starts, columns, `num_cached` and `slots`, as the compiled kernels take them."""
+        num_cached, slots = (None if own is None else own.data_ptr() for own in (self.num_cached, self.slots))
+        return len(self), self.starts.data_ptr(), self.columns.data_ptr(), num_cached, slots
 
 
 class SharedPrefix(NamedTuple):

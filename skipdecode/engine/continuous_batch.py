@@ -227,10 +227,10 @@ class ContinuousBatch:
             own = [request.prompt_tokens[len(request.prompt_tokens) - slot.prompt :]
                    for request, slot in zip(requests, slots, strict=True)]  # fmt: skip
             shared = None if sharing is None else self._prefixes.shared_by(prefixes)
-            before = [0 if prefix is None else prefix.length for prefix in prefixes]
-            self._tokens_shared += sum(before)
+            num_cached = [0 if prefix is None else prefix.length for prefix in prefixes]
+            self._tokens_shared += sum(num_cached)
             self.stats.prefix_tokens_saved = self._tokens_shared - self._prefixes.num_fed
-            return feed_in_place(model, own, self._cache, slots, plan, before, shared, return_argmax=return_argmax)
+            return feed_in_place(model, own, self._cache, slots, plan, num_cached, shared, return_argmax=return_argmax)
         if sharing is not None:
             allocate = partial(allocate_cache, model, schedule=self.schedule, num_new=1)
             prompts = shared_prompts(model, requests, self.schedule, sharing, allocate, copies=True)

@@ -99,7 +99,7 @@ def feed_in_place(
     cache: SlotCache,
     slots: Sequence[Slot],
     plan: LayerPlan,
-    before: Sequence[int],
+    num_cached: Sequence[int],
     shared: SharedPrefixKV | None = None,
     *,
     return_argmax: bool = False,
@@ -107,34 +107,34 @@ def feed_in_place(
     """Feeds the tokens `lines[i]` to slot i of `cache`, without padding: logits of the last ones [B, V], or with
     `return_argmax` the most likely tokens [B]. Only where the model `supports_packed_prompts`.
 
-    `before[i]` tokens come before them, in the same slot, or in `shared` if it is given.
+    `num_cached[i]` tokens come before them, in the same slot, or in `shared` if it is given.
     """
     made, filler, lengths = [], model.config.filler_token_id, list(map(len, lines))
-    for part in packed_parts(model, lengths, before):
+    for part in packed_parts(model, lengths, num_cached):
         some, own = lines[part], lengths[part]
-        ends, longest = to_device(list(before[part]), model.device, torch.int64), max(own)
+        ends, longest = to_device(list(num_cached[part]), model.device, torch.int64), max(own)
         tokens = to_device([[filler] * (longest - len(line)) + list(line) for line in some], model.device)
         num_pad = to_device([longest - count for count in own], model.device)
         at = torch.arange(longest, device=model.device) - num_pad[:, None]
         positions = torch.where(at >= 0, at + ends[:, None], -1)
         view = cache.prompts_at(slots[part])
         view.shared = None if shared is None else shared.of(part)
-        how = {"before": before[part], "lengths": own}
+        how = {"num_cached": num_cached[part], "lengths": own}
         made.append(model(tokens, positions, view, plan, return_argmax=return_argmax, **how))
     return torch.cat(made)
 
 
-def packed_parts(model: Decoder, lengths: Sequence[int], before: Sequence[int] | None = None) -> Iterator[slice]:
+def packed_parts(model: Decoder, lengths: Sequence[int], num_cached: Sequence[int] | None = None) -> Iterator[slice]:
     """The prompts that go through the model together without padding: consecutive ones of at most PACKED_TOKENS tokens
-    (`lengths`), and on a GPU of at most PREFILL_BYTES; at least one. `before`: tokens of each that are cached already,
+    (`lengths`), and on a GPU of at most PREFILL_BYTES; at least one. `num_cached`: tokens of each that are cached already,
     whose keys and values are read with its own.
     """
     most, room = min(model.max_prefill_tokens, PACKED_TOKENS), PREFILL_BYTES
     is_gpu = model.device.type == "cuda"
     of_token = _bytes_of_row(model, 1, 1, has_mask=False) if is_gpu else 0
-    of_cached = 2 * model.config.kv_dim * model.dtype.itemsize if is_gpu and any(before or ()) else 0
+    of_cached = 2 * model.config.kv_dim * model.dtype.itemsize if is_gpu and any(num_cached or ()) else 0
     start = tokens = size = 0
-    for at, (count, cached) in enumerate(zip(lengths, before or [0] * len(lengths), strict=True)):
+    for at, (count, cached) in enumerate(zip(lengths, num_cached or [0] * len(lengths), strict=True)):
         its_size = count * of_token + (count + cached) * of_cached
         if at > start and (tokens + count > most or size + its_size > room):
             yield slice(start, at)

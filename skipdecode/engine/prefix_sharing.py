@@ -205,15 +205,15 @@ class SharedPrompts:
         for at in self.sharing.levels:
             level, parents = self._prefix_cache.slice_rows(at.start, at.stop), self.sharing.parents[at.start : at.stop]
             _copy(self._prefix_cache, parents, level)
-            before = self.sharing.lengths(parents)
-            self._feed(self._prefix_tokens[at.start : at.stop], level, before, plan, return_argmax=True)
+            num_cached = self.sharing.lengths(parents)
+            self._feed(self._prefix_tokens[at.start : at.stop], level, num_cached, plan, return_argmax=True)
 
     def _feed(
         self, tokens: Tensor, cache: KVCache, had: Sequence[int], plan: LayerPlan, *, return_argmax: bool
     ) -> Tensor:
         """Feeds the rest of prompts [B, P] whose first `had` [B] tokens are in `cache` or shared, some rows at a
         time."""
-        (num_rows, columns), before = tokens.shape, to_device(had, self.model.device)
+        (num_rows, columns), num_cached = tokens.shape, to_device(had, self.model.device)
         is_unpadded = self.model.supports_packed_prompts(cache.k[0])
         has_all = cache.shared is None  # shared prefixes are not in the rows' own columns
         cached = had if has_all else [0] * num_rows
@@ -231,11 +231,11 @@ class SharedPrompts:
             view.length = columns - T
             positions = torch.arange(columns - T, columns, device=self.model.device) - view.num_pad[:, None]
             if not has_all:
-                positions = torch.where(positions >= 0, positions + before[part, None], -1)
+                positions = torch.where(positions >= 0, positions + num_cached[part, None], -1)
             elif is_unpadded:  # otherwise they are run again: a few tokens, so that all rows are fed the same number
-                positions = torch.where(positions >= before[part, None], positions, -1)
+                positions = torch.where(positions >= num_cached[part, None], positions, -1)
             fed, own = tokens[part, columns - T :], lengths[part] if is_unpadded else None
-            how = {"return_argmax": return_argmax, "before": had[part], "lengths": own}
+            how = {"return_argmax": return_argmax, "num_cached": had[part], "lengths": own}
             made.append(self.model(fed, positions.clamp(min=-1), view, plan, **how))
         cache.length = columns
         return torch.cat(made)

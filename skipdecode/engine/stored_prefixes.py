@@ -103,12 +103,12 @@ class StoredPrefixes:
             held.append(prefix)
         if not new:
             return
-        before = []
+        num_cached = []
         for prefix in new:
-            before.append(0 if prefix.parent is None else prefix.parent.length)
+            num_cached.append(0 if prefix.parent is None else prefix.parent.length)
             if prefix.parent is not None:
                 self.cache.copy_slot(prefix.parent.slot, prefix.slot, prefix.parent.length)
-        own = [prefix.tokens[count:] for prefix, count in zip(new, before, strict=True)]
+        own = [prefix.tokens[count:] for prefix, count in zip(new, num_cached, strict=True)]
         slots = [prefix.slot for prefix in new]
-        feed_in_place(self._model, own, self.cache, slots, self._schedule.prefill(), before, return_argmax=True)
+        feed_in_place(self._model, own, self.cache, slots, self._schedule.prefill(), num_cached, return_argmax=True)
         self.num_fed += sum(map(len, own))

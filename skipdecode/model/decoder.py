@@ -247,29 +247,29 @@ class Decoder(nn.Module):
         ffns: FFNExecutor = ALL_ROWS,
         *,
         return_argmax: bool = False,
-        before: Sequence[int] | None = None,
+        num_cached: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Feeds T tokens per row after those in `cache`, and stores their K/V: [B, T] int64 -> logits [B, V] of the
         last.
 
         `ffns` runs the batch's feed-forward blocks. `return_argmax`: return the most likely token [B] int64 instead.
-        `before` [B]: number of leading prompt tokens that are already cached, here or in a shared prefix; `tokens` are
+        `num_cached` [B]: number of leading prompt tokens that are already cached, here or in a shared prefix; `tokens` are
         the rest. `lengths` [B]: how many of a prompt's `tokens` are no padding; None: not known on the host, or of no
         concern since the batch has a fixed shape, so that on a GPU prompts keep their padding.
         """
         T = tokens.shape[1]
-        is_prompt = before is not None or (T > 1 and cache.length == 0)
+        is_prompt = num_cached is not None or (T > 1 and cache.length == 0)
         ranges = LayerRanges.of_plan(plan, ffns.deferred(plan), is_prompt=is_prompt)
         if self.placement is not None:
-            assert before is None, "shared prefixes need all layers on one device"
+            assert num_cached is None, "shared prefixes need all layers on one device"
             last = self._forward_pipelined(self.placement, tokens, positions, cache, ranges)
             cache.length += T
             return self.argmax(last) if return_argmax else self.head(last)
         kv: KVView = PaddedView(cache, positions, self.rotary_tables)
         knows_lengths = lengths is not None or backend_on(self.device).has_host_memory
         if ranges.last_token_from is not None and knows_lengths and self.supports_packed_prompts(cache.k[0]):
-            kv = prompts = PackedPromptsView(cache, positions, self.rotary_tables, before, lengths)
+            kv = prompts = PackedPromptsView(cache, positions, self.rotary_tables, num_cached, lengths)
             tokens, positions = prompts.pack(tokens), prompts.pack(positions)  # then h is [N, D]
         h, kv = run_layers(self, self.embed(tokens, positions), kv, ranges, ffns=ffns)
         last = (h if h.dim() == 3 else kv.last(h)[0])[:, -1]
