@@ -11,40 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from actors.batching.buckets import PlannedBatch, merged
 from actors.batching.full_depth_sample import FullDepthSample, agreement, figures, predicted
 from actors.batching.prompt_scoring import is_scored_alone, score_alone, with_scores
 from actors.batching.shared_prefixes import NOMINAL_CEILINGS, PrefillCosts, prefixes_in
 from actors.batching.windows import WindowCutter
 from actors.ceilings import measure_ceilings
-from actors.memory import (
-    DETERMINISTIC_ROWS,
-    MAX_BATCH_ROWS,
-    MemoryBudget,
-    check_weights_fit,
-    is_device_lost,
-    keep_segments_whole,
-    wait_for_memory,
-)
+from actors.failures import Interrupted, RowFailure, cause_of, described, row_at_fault
+from actors.generator_config import GeneratorConfig
+from actors.loading import KERNELS_ARE_REQUIRED, load_packed_model
+from actors.memory import DETERMINISTIC_ROWS, MAX_BATCH_ROWS, MemoryBudget, is_device_lost
 from actors.warm_up import NEW_TOKENS, PROMPT_TOKENS, ROWS, warm_up
 from skipdecode.backends.device import backend_on, choice_on
-from skipdecode.checkpoint.hub import resolve_source
-from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.checkpoint.weights import load_model
-from skipdecode.config.model import Quantization, WantedImplementation
-from skipdecode.cost.gpu_specs import MEMORY_SHARE
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.cuda_graphs import CudaGraphs, graphs_serve, plans_of
-from skipdecode.engine.generate import GoesOn, always, generate, refill, result_of
+from skipdecode.engine.generate import ShouldContinue, always, generate, refill, result_of
 from skipdecode.engine.prefix_sharing import PrefixSharing
-from skipdecode.engine.request import InvalidLogits, Request, Row
+from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import BatchResult, Completion
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.devices import choose_device, choose_dtype, devices_of, dtype_name
+from skipdecode.model.devices import dtype_name
 from skipdecode.schedules.from_config import known_acceptance, make_schedule
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.lossless import Lossless
@@ -59,84 +47,11 @@ logger = logging.getLogger(__name__)
 
 DRAFT_HORIZON = 64  # horizon of draft schedules that set none, which is also the default of training
 MAX_CAPTURED_STEPS = 4096  # decode steps whose plans are captured as graphs: every depth comes up within them
-REQUIRED = "actors.require_kernels is set"
-DRAFTS_NEED_SAME_BITS = (
-    "speculative rows have no fixed batch shape, so under sampling.deterministic they need the CPU kernels, whose "
-    "results do not depend on the shape"
-)
-
-
-@dataclass(frozen=True)
-class GeneratorConfig:
-    source: str
-    decode: dict[str, Any]
-    """The `decode:` mapping, already resolved (never empty)."""
-    prefill: str = "full"
-    """`swiftkv`: the prompt stops at the layer that the checkpoint's SwiftKV names."""
-    tokenizer: str | None = None
-    adapter: str | None = None
-    """The folder of a LoRA adapter for `source`."""
-    implementation: WantedImplementation = "auto"
-    dtype: str = "auto"
-    quantization: Quantization | None = None
-    device: str = "auto"
-    num_devices: int = 1
-    """Devices that the layers are spread over (`skipdecode.model.pipeline_parallel`), for a model too large for one."""
-    num_threads: int | None = None
-    batch_size: int | None = None
-    """None: as many rows as fit into memory, at most MAX_BATCH_ROWS."""
-    length_buckets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
-    deterministic: bool = False
-    """Fixed batch shapes, so that a row's bits do not depend on the rows around it."""
-    baseline_fraction: float = 0.0
-    """Share of the batches that are also decoded at full depth."""
-    shares_prefixes: bool = False
-    """Run common prefixes of prompts once; ignored if `deterministic`, since it changes the shapes of batches."""
-    memory_share: float = MEMORY_SHARE
-    """The share of a GPU's memory for weights and caches."""
-    has_graphs: bool = True
-    """Capture decode steps as CUDA graphs, whose caches then take the whole share."""
-    require_kernels: bool = False
-    """Refuse to load where decoding would be slower than it could (`Generator.why_slow`)."""
-
-
-@dataclass(frozen=True)
-class RowFailure:
-    """The answer to a row that could not be decoded."""
-
-    error_code: str
-    error_message: str
-
-
-class Interrupted(Exception):
-    """A batch failed after some of its rows had ended; why, is its cause."""
-
-    def __init__(self, ended: Sequence[int], result: BatchResult) -> None:
-        """`ended`: the numbers of these rows in the batch, whose completions `result` has."""
-        super().__init__(f"after {len(ended)} rows had ended")
-        self.ended, self.result = ended, result
-
-
-def cause_of(error: Exception) -> Exception:
-    cause = error.__cause__
-    return cause if isinstance(error, Interrupted) and isinstance(cause, Exception) else error
-
-
-def row_at_fault(error: Exception) -> str | None:
-    """The id of the row whose logits are no numbers; None for any other error."""
-    cause = cause_of(error)
-    return cause.row if isinstance(cause, InvalidLogits) else None
 
 
 def num_positions(request: Request) -> int:
     """Of the row at most, prompt and answer: how long a batch takes is up to its longest."""
     return len(request.prompt_tokens) + request.sampling.max_new_tokens
-
-
-def described(error: Exception) -> str:
-    """The error as a row's `error_message` has it."""
-    cause = cause_of(error)
-    return f"{type(cause).__name__}: {cause}"[:2000]
 
 
 Answer = Completion | RowFailure
@@ -158,7 +73,9 @@ class Generator:
         names the tokenizer."""
         start = time.perf_counter()
         self.config = config
-        self.model, self.devices, self.dtype = _load(config) if model is None else (model, [model.device], model.dtype)
+        self.model, self.devices, self.dtype = (
+            load_packed_model(config) if model is None else (model, [model.device], model.dtype)
+        )
         self.device = self.devices[0]
         self.tokenizer = Tokenizer(config.tokenizer or config.source, self.model.config)
         self.full = FullDepth(self.model.config.num_hidden_layers)
@@ -226,17 +143,19 @@ class Generator:
 
     # --- a window of rows
 
-    def __call__(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
+    def __call__(
+        self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
+    ) -> WindowResult:
         """Answers every request; one that cannot be decoded is a `RowFailure`, never an exception.
 
         A share of the batches is also decoded at full depth. `may_measure=False` excludes rows that would bias the
-        sample, such as stolen ones, from that share. `goes_on` is asked before more rows begin: once it says no, those
-        that have begun are answered, and the others are `left`.
+        sample, such as stolen ones, from that share. `should_continue` is asked before more rows begin: once it says
+        no, those that have begun are answered, and the others are `left`.
         """
         answers: dict[int, Answer] = {}
         result = WindowResult([])
         batches = self.cut(requests)
-        if goes_on is always:  # otherwise the first pairs have the shortest prompts
+        if should_continue is always:  # otherwise the first pairs have the shortest prompts
             random.Random(self._sample.batches).shuffle(batches)
         else:  # what is left is to take little time
             batches.sort(key=lambda batch: max(map(num_positions, (requests[row] for row in batch.rows))), reverse=True)
@@ -248,19 +167,19 @@ class Generator:
             is_due = counts_as_sample and self._sample.is_due(self.config.baseline_fraction)
             is_paired = is_due and schedule != self.full
             if is_paired or is_scored_alone(first) or not self.uses_continuous_batching(schedule):
-                if answers and not goes_on():
+                if answers and not should_continue():
                     break
                 answers |= self._decode_or_split(batch, requests, schedule, result.batches, is_paired)
             else:
                 continuous.setdefault((schedule, batch.max_rows), []).append(batch)
             self._sample = self._sample.after(first.id, counts_as_sample=counts_as_sample, is_pair=is_paired)
         for (schedule, _), own in continuous.items():
-            if not answers or goes_on():
+            if not answers or should_continue():
                 answers |= self._decode_or_split(
-                    merged(own), requests, schedule, result.batches, is_paired=False, goes_on=goes_on
+                    merged(own), requests, schedule, result.batches, is_paired=False, should_continue=should_continue
                 )
         result.left = [row for row in range(len(requests)) if row not in answers]
-        assert goes_on is not always or not result.left, "rows in are not rows out"
+        assert should_continue is not always or not result.left, "rows in are not rows out"
         result.answers = [answers[row] for row in sorted(answers)]
         return result
 
@@ -355,7 +274,7 @@ class Generator:
         records: list[dict[str, Any]],
         is_paired: bool,
         split_error: str | None = None,
-        goes_on: GoesOn = always,
+        should_continue: ShouldContinue = always,
     ) -> dict[int, Answer]:
         """Answers by row, as far as they were begun. Of a batch that fails, the rows that have not ended are decoded in
         halves, until the row at fault is alone. A row whose logits are no numbers is tried once more, alone.
@@ -365,7 +284,7 @@ class Generator:
         chosen = [requests[row] for row in batch.rows]
         started_at, answers = time.time(), dict[int, Answer]()
         try:
-            completions = self._decode_and_record(batch, chosen, schedule, records, is_paired, goes_on)
+            completions = self._decode_and_record(batch, chosen, schedule, records, is_paired, should_continue)
             if split_error is not None:
                 records[-1]["split_error"] = split_error
             return dict(zip(batch.rows, completions, strict=False))
@@ -398,7 +317,7 @@ class Generator:
         schedule: Schedule,
         records: list[dict[str, Any]],
         is_paired: bool,
-        goes_on: GoesOn,
+        should_continue: ShouldContinue,
     ) -> list[Completion]:
         """Decodes the batch, at full depth too if `is_paired`, and appends a record of what it cost. The completions
         are those of its first rows, which were begun."""
@@ -407,7 +326,7 @@ class Generator:
         full_error = None
         if is_paired and self._sample.is_full_first:
             full, full_error = self._run_at_full_depth(batch, chosen)
-        result = self._run(batch, chosen, schedule, goes_on)
+        result = self._run(batch, chosen, schedule, should_continue)
         chosen = chosen[: len(result.completions)]
         if is_paired and not self._sample.is_full_first:
             full, full_error = self._run_at_full_depth(batch, chosen)
@@ -456,7 +375,11 @@ class Generator:
         return replace(request, grammar=self.tokenizer.grammars.compile(asked))
 
     def _run(
-        self, batch: PlannedBatch, chosen: Sequence[Request], schedule: Schedule, goes_on: GoesOn = always
+        self,
+        batch: PlannedBatch,
+        chosen: Sequence[Request],
+        schedule: Schedule,
+        should_continue: ShouldContinue = always,
     ) -> BatchResult:
         if is_scored_alone(chosen[0]):
             return score_alone(self.model, chosen, together=not self.config.deterministic)
@@ -464,7 +387,7 @@ class Generator:
         sharing = prefixes_in(batch, [request.prompt_tokens for request in chosen])
         decode_text = self.tokenizer.decode
         if isinstance(schedule, Lossless) or self.uses_continuous_batching(schedule):
-            return self._run_continuous(chosen, schedule, min(batch.max_rows, len(chosen)), sharing, goes_on)
+            return self._run_continuous(chosen, schedule, min(batch.max_rows, len(chosen)), sharing, should_continue)
         options: dict[str, Any] = {} if sharing is None else {"sharing": sharing}
         if self.config.deterministic:
             rows = self.batch_size(batch.bucket, max(r.sampling.max_new_tokens for r in chosen))
@@ -477,12 +400,12 @@ class Generator:
         schedule: Schedule,
         max_rows: int,
         sharing: PrefixSharing | None,
-        goes_on: GoesOn,
+        should_continue: ShouldContinue,
     ) -> BatchResult:
         """Raises `Interrupted` if it fails after rows have ended."""
         batch, rows = self.empty_batch(schedule), list[Row]()
         try:
-            return refill(batch, chosen, max_rows=max_rows, sharing=sharing, rows=rows, goes_on=goes_on)
+            return refill(batch, chosen, max_rows=max_rows, sharing=sharing, rows=rows, should_continue=should_continue)
         except Exception as error:
             ended = [at for at, row in enumerate(rows) if not row.is_running and not chosen[at].score_prompt]
             if not ended:
@@ -544,7 +467,7 @@ class Generator:
         if reason is None:
             return
         if self.config.require_kernels:
-            raise ValueError(f"{REQUIRED}, and {reason}")
+            raise ValueError(f"{KERNELS_ARE_REQUIRED}, and {reason}")
         logger.warning("decoding is slower than it could be: %s", reason)
 
     def _capture_graphs(self) -> None:
@@ -556,34 +479,3 @@ class Generator:
         rows = [self.graphs.max_rows] if self.config.deterministic else None
         self.graphs.capture_all(plans_of(schedules, MAX_CAPTURED_STEPS), rows)
         logger.info("%s", self.graphs.describe())
-
-
-def _load(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.device], torch.dtype]:
-    """The model, packed for its devices; the devices; and the type of hidden states, keys and values.
-
-    Raises ValueError before any weight is read if devices are missing or the weights do not fit.
-    """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    device = choose_device(config.device)
-    if config.require_kernels and (reason := backend_on(device).why_slow) is not None:
-        raise ValueError(f"{REQUIRED}, and {reason}")  # before the weights are read
-    dtype = choose_dtype(config.dtype, device)
-    devices = devices_of(device, config.num_devices)
-    if devices[0].type == "cuda":
-        keep_segments_whole()
-        shape = read_config(resolve_source(config.source), config.implementation)
-        check_weights_fit(shape, config.source, devices, dtype.itemsize, config.memory_share)
-        wait_for_memory(devices, config.memory_share)
-    model = load_model(
-        config.source,
-        adapter=config.adapter,
-        device=devices[0],
-        dtype=dtype,
-        devices=devices,
-        implementation=config.implementation,
-    )
-    packed = model.pack(config.quantization)
-    if config.deterministic and config.decode.get("lossless") and not packed.is_batch_invariant:
-        raise ValueError(f"decode.lossless: {DRAFTS_NEED_SAME_BITS}; here products of this model are torch's")
-    return packed, devices, dtype

@@ -33,7 +33,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.measuring.bench import random_model
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores

@@ -29,7 +29,7 @@ import torch
 from actors.batching.buckets import PlannedBatch, cut_batches
 from actors.batching.shared_prefixes import PrefillCosts, cut_with_shared_prefixes
 from actors.ceilings import measure_ceilings
-from actors.generator import GeneratorConfig
+from actors.generator_config import GeneratorConfig
 from actors.measuring.bench import random_model
 from actors.memory import MAX_BATCH_ROWS
 from benchmarks.peer_engines import Spec

@@ -12,7 +12,7 @@ import pipeline.generate.data_pipeline
 from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import ModelThread
-from skipdecode.engine.generate import GoesOn, always
+from skipdecode.engine.generate import ShouldContinue, always
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
@@ -20,7 +20,9 @@ ROW_S = 0.0002
 
 
 class SleepingModel(ModelThread):
-    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
+    def decode(
+        self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
+    ) -> WindowResult:
         time.sleep(ROW_S * len(requests))
         return WindowResult([Completion([5], "length", 1, 1) for _ in requests])
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import ray
 
-from actors.generator import DRAFTS_NEED_SAME_BITS
+from actors.loading import DRAFTS_NEED_SAME_BITS
 from actors.memory import DETERMINISTIC_ROWS
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Json, Log

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from actors.generator import Generator, GeneratorConfig, RowFailure
+from actors.failures import RowFailure
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.measuring.bench import random_model
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found
 from skipdecode.config.model import DecoderConfig

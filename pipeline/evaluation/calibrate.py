@@ -14,7 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from actors.generator import Generator, GeneratorConfig, RowFailure
+from actors.failures import RowFailure
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.measuring.ffn_calibration import Candidate, Pair, Progress, Sample, propose_layers, propose_rule
 from pipeline.cluster.machine import device_facts, device_to_measure, version_of
 from pipeline.config.job import (

@@ -15,7 +15,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from actors.generator import Generator, GeneratorConfig, RowFailure, WindowResult
+from actors.failures import RowFailure
+from actors.generator import Generator, WindowResult
+from actors.generator_config import GeneratorConfig
 from actors.training.trainer import mean_losses
 from pipeline.cluster.machine import device_to_measure
 from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, Section

@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
-from actors.generator import GeneratorConfig
+from actors.generator_config import GeneratorConfig
 from pipeline.cluster.pool import STAGE_CPUS, Pool
 from pipeline.cluster.priority import run_in_background
 from pipeline.cluster.ray_internals import number_of_task, set_last_stage_cpus

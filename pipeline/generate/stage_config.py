@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from actors.generator import GeneratorConfig
+from actors.generator_config import GeneratorConfig
 from pipeline.cluster.pool import Pool
 from pipeline.config.job import JobConfig
 from pipeline.input.openai_rows import CHAT_URLS

@@ -12,7 +12,6 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Protocol
 
-from actors.serving.tool_calls import ToolForm, tool_form
 from actors.templates.chat_template import (
     ChatTemplate,
     Message,
@@ -23,6 +22,7 @@ from actors.templates.chat_template import (
 )
 from actors.templates.sandbox import Template, TemplateError
 from actors.templates.template_kwargs import NO_KWARGS
+from actors.text.tool_calls import ToolForm, tool_form
 from pipeline.config.job import ConfigError, InputConfig
 from pipeline.input.line_reader import InputRow
 from pipeline.json_size import MAX_MARKS, count_marks

@@ -16,7 +16,7 @@ from actors.generator import WindowResult
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.window import Window
-from skipdecode.engine.generate import GoesOn, always
+from skipdecode.engine.generate import ShouldContinue, always
 from skipdecode.engine.request import Request
 
 MARK = "\0"
@@ -48,8 +48,10 @@ def without_key(request: Request) -> Request:
 class KeyedModelThread(ModelThread):
     """Decodes requests that have keys in place of their ids."""
 
-    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
-        return super().decode([without_key(request) for request in requests], may_measure, goes_on)
+    def decode(
+        self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
+    ) -> WindowResult:
+        return super().decode([without_key(request) for request in requests], may_measure, should_continue)
 
 
 class ProcessorStage(DecodeStage):

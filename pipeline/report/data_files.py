@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actors.serving.reasoning import is_unfinished, text_opens_block
+from actors.text.reasoning import is_unfinished, text_opens_block
 from pipeline.formatting import Json
 from pipeline.report.document import Example, Histogram, LayerPiece, LayersByStep
 from pipeline.store.run_folder import RunFolder

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from actors.serving.engine import Progress
-from actors.serving.reasoning import Parts, ReasoningStream, opens_block
-from actors.serving.text_stream import TextStream
-from actors.serving.tool_calls import ToolCallStream, ToolForm, shown_calls
+from actors.text.reasoning import Parts, ReasoningStream, opens_block
+from actors.text.text_stream import TextStream
+from actors.text.tool_calls import ToolCallStream, ToolForm, shown_calls
 from pipeline.openai_format.logprobs import Decode, TextOffsets, add_logprob, add_prompt, empty_logprobs, token_name
 from pipeline.service.requests import ChatRequest, CompletionRequest
 from skipdecode.engine.request import Request

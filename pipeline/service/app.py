@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.generator import GeneratorConfig
+from actors.generator_config import GeneratorConfig
 from actors.memory import freeze_gc
 from pipeline.batches.run_config import job_settings
 from pipeline.batches.runner import BatchRunner

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.serving.engine import Engine, Progress
 from actors.serving.engine_thread import EngineDead, EngineThread, Overloaded
 from actors.serving.scheduler import EngineConfig, Ticket

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from actors.generator import Generator
-from actors.serving.tool_calls import ToolForm, tool_form, tool_grammar
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
 from actors.templates.sandbox import TemplateError, TemplateRaised
+from actors.text.tool_calls import ToolForm, tool_form, tool_grammar
 from pipeline.openai_format.parameters import BadParameter, cut
 from pipeline.service.api_error import ApiError
 from pipeline.service.config import ServeConfig

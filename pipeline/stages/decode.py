@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
-from actors.generator import GeneratorConfig
+from actors.generator_config import GeneratorConfig
 from actors.memory import freeze_gc
 from pipeline.cluster.priority import run_in_background
 from pipeline.fault_injection import fault_point

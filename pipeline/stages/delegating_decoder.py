@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import ray
 from ray.actor import ActorHandle
 
-from actors.generator import Answer, RowFailure
+from actors.failures import RowFailure
+from actors.generator import Answer
 from pipeline.schema import POISON_ROW
 from pipeline.stages.attempt_tracker import StopRun, WindowPlan
 from pipeline.stages.window_decoder import MIN_SHARED_ROWS, prompt_key, report_rows

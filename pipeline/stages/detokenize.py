@@ -5,7 +5,7 @@ task that writes the rows, on CPUs. No torch.
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.serving.reasoning import opens_block, split_answer
+from actors.text.reasoning import opens_block, split_answer
 from pipeline.openai_format.parameters import asks_for_choice
 from pipeline.schema import (
     CHOICE,

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.generator import Generator, GeneratorConfig, WindowResult
+from actors.generator import Generator, WindowResult
+from actors.generator_config import GeneratorConfig
 from actors.memory import is_device_lost
 from pipeline.cluster.worker_records import BackendRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import GoesOn, always
+from skipdecode.engine.generate import ShouldContinue, always
 from skipdecode.engine.request import Request
 
 
@@ -29,12 +30,14 @@ class ModelThread:
         self._thread = ThreadPoolExecutor(1, "decode")
         self.generator = self._thread.submit(Generator, config).result()
 
-    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
-        """One answer per request. The model's thread calls `goes_on` before it starts more rows; once that is False,
-        the rest stay unanswered (`WindowResult.left`). Ends the process when its device is lost: a new one may get
-        another context."""
+    def decode(
+        self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
+    ) -> WindowResult:
+        """One answer per request. The model's thread calls `should_continue` before it starts more rows; once that is
+        False, the rest stay unanswered (`WindowResult.left`). Ends the process when its device is lost: a new one may
+        get another context."""
         try:
-            return self._thread.submit(self.generator, requests, may_measure, goes_on).result()
+            return self._thread.submit(self.generator, requests, may_measure, should_continue).result()
         except Exception as error:
             if not is_device_lost(error, self.generator.devices):
                 raise

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict
 
-from actors.serving.tool_calls import ToolForm, shown_calls, split_calls
+from actors.text.tool_calls import ToolForm, shown_calls, split_calls
 from pipeline.openai_format.logprobs import Decode, LogprobsBody, TextOffsets, add_logprob, add_prompt, empty_logprobs
 from pipeline.openai_format.parameters import TOOLS, ToolCalls
 from pipeline.schema import IS_VALID

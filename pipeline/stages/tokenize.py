@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from actors.serving.tool_calls import ToolForm, tool_grammar
+from actors.text.tool_calls import ToolForm, tool_grammar
 from pipeline.openai_format.parameters import TOOLS, ToolCalls
 from pipeline.schema import (
     BAD_PARAMETERS,

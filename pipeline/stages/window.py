@@ -6,7 +6,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from actors.generator import Answer, RowFailure
+from actors.failures import RowFailure
+from actors.generator import Answer
 from pipeline.openai_format.parameters import asks_for_choice
 from pipeline.schema import (
     ID,

@@ -26,14 +26,15 @@ from typing import cast
 import ray
 from ray.actor import ActorHandle
 
-from actors.generator import Answer, RowFailure, num_positions
+from actors.failures import RowFailure
+from actors.generator import Answer, num_positions
 from pipeline.cluster.worker_records import BatchRecord
 from pipeline.fault_injection import fault_point
 from pipeline.schema import POISON_ROW
 from pipeline.stages.attempt_tracker import StopRun, WindowPlan
 from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.work_stealing import CollectedAnswers, StolenPart, split_parts
-from skipdecode.engine.generate import GoesOn, always
+from skipdecode.engine.generate import ShouldContinue, always
 from skipdecode.engine.request import Request
 
 POLL_S = 0.05, 0.5  # an idle worker asks for work as often as this, at first and after a while
@@ -117,7 +118,7 @@ class WindowDecoder:
                     if part[0].id not in answers:  # the worker that stole them may have died of them
                         answers |= zip((request.id for request in part), self.answer(part), strict=True)
                 return answers
-            answers |= self._decode_part(left, goes_on=lambda: not self._num_idle())
+            answers |= self._decode_part(left, should_continue=lambda: not self._num_idle())
             left = [request for request in left if request.id not in answers]
         return answers
 
@@ -185,14 +186,14 @@ class WindowDecoder:
         return True
 
     def _decode_part(
-        self, requests: Sequence[Request], is_stolen: bool = False, goes_on: GoesOn = always
+        self, requests: Sequence[Request], is_stolen: bool = False, should_continue: ShouldContinue = always
     ) -> dict[str, Answer]:
         """Answers by row id, of the rows that were begun. If this worker dies meanwhile, the attempt tracker knows
         which rows it was decoding."""
         ray.get(self.attempts.part_started.remote(self.worker, tuple(request.id for request in requests)))
         if is_stolen:
             fault_point("help")
-        answers = self._decode(requests, is_stolen=is_stolen, goes_on=goes_on)
+        answers = self._decode(requests, is_stolen=is_stolen, should_continue=should_continue)
         self.attempts.part_decoded.remote(self.worker, None)
         return answers
 
@@ -201,13 +202,13 @@ class WindowDecoder:
         requests: Sequence[Request],
         known: Set[str] = frozenset(),
         is_stolen: bool = False,
-        goes_on: GoesOn = always,
+        should_continue: ShouldContinue = always,
     ) -> dict[str, Answer]:
         """Answers by row id. Rows that were answered before (`known`) are not recorded again."""
         started_at = time.time()
         for request in requests:
             fault_point(f"decode {request.id}")
-        result = self.model.decode(requests, may_measure=not is_stolen, goes_on=goes_on)
+        result = self.model.decode(requests, may_measure=not is_stolen, should_continue=should_continue)
         left = set(result.left)
         begun = [request for row, request in enumerate(requests) if row not in left]
         answers = {request.id: answer for request, answer in zip(begun, result.answers, strict=True)}

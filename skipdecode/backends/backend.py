@@ -99,9 +99,9 @@ class PackedPrompts:
         lengths: Sequence[int] | None = None,
     ) -> None:
         """`positions` [B, T] int64, -1 at padding (`Decoder.embed`). `columns` [B] int64: the cache column of each
-        prompt's first token. `num_cached` [B]: how many tokens of each prompt have their K and V cached already. `slots`
-        [B] int64: the row of the cache that each prompt has; None if the cache has these rows alone, in their order.
-        `lengths` [B]: how many tokens of each prompt are given; None: they are read from the device."""
+        prompt's first token. `num_cached` [B]: how many tokens of each prompt have their K and V cached already.
+        `slots` [B] int64: the row of the cache that each prompt has; None if the cache has these rows alone, in their
+        order. `lengths` [B]: how many tokens of each prompt are given; None: they are read from the device."""
         device, is_real = positions.device, positions >= 0
         lengths = is_real.sum(dim=1).tolist() if lengths is None else list(lengths)
         assert min(lengths) > 0, "a prompt without tokens"
@@ -165,7 +165,7 @@ class PackedPrompts:
         return h[self.starts[1:] - 1][:, None]
 
     def pointers(self) -> tuple[int | None, ...]:
-        """Number of rows and addresses of starts, columns, `num_cached` and `slots`, as the compiled kernels take them."""
+        """The number of rows, and the addresses of starts, columns, `num_cached` and `slots` for compiled kernels."""
         num_cached, slots = (None if own is None else own.data_ptr() for own in (self.num_cached, self.slots))
         return len(self), self.starts.data_ptr(), self.columns.data_ptr(), num_cached, slots
 

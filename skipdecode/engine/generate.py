@@ -19,7 +19,7 @@ from skipdecode.engine.static_batch import COMPACT_AT, StaticBatch, synchronized
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import Schedule
 
-GoesOn = Callable[[], bool]
+ShouldContinue = Callable[[], bool]
 """Whether more rows may begin."""
 
 
@@ -92,15 +92,15 @@ def refill(
     max_rows: int,
     sharing: PrefixSharing | None = None,
     rows: list[Row] | None = None,
-    goes_on: GoesOn = always,
+    should_continue: ShouldContinue = always,
 ) -> BatchResult:
     """Decodes all requests by an empty batch that is kept full: at most `max_rows` rows at a time, whose places go to
     waiting requests as they end. `sharing`: prefixes of the prompts, each run once for the rows that have it together.
 
     `rows` receives the rows, in the order of the requests, as they join: if this raises, those that have ended are
-    whole (`result_of`). `goes_on` is asked before more rows join than the first ones; once it says no, the result is
-    that of the rows that have joined. The host waits for nothing but tokens, so on a GPU `prefill_s` is only what
-    launching takes.
+    whole (`result_of`). `should_continue` is asked before more rows join than the first ones; once it says no, the
+    result is that of the rows that have joined. The host waits for nothing but tokens, so on a GPU `prefill_s` is only
+    what launching takes.
     """
     rows = [] if rows is None else rows
     batch.reserve(min(max_rows, len(requests)), requests, sharing)
@@ -109,7 +109,7 @@ def refill(
     while len(rows) < len(requests) or not batch.is_done:
         free = max_rows - len(batch.rows)
         if len(rows) < len(requests) and (free >= least or batch.is_done):
-            if rows and not goes_on():
+            if rows and not should_continue():
                 requests = requests[: len(rows)]
                 continue
             joining = range(len(rows), min(len(rows) + free, len(requests)))

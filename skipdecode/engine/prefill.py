@@ -126,8 +126,8 @@ def feed_in_place(
 
 def packed_parts(model: Decoder, lengths: Sequence[int], num_cached: Sequence[int] | None = None) -> Iterator[slice]:
     """The prompts that go through the model together without padding: consecutive ones of at most PACKED_TOKENS tokens
-    (`lengths`), and on a GPU of at most PREFILL_BYTES; at least one. `num_cached`: tokens of each that are cached already,
-    whose keys and values are read with its own.
+    (`lengths`), and on a GPU of at most PREFILL_BYTES; at least one. `num_cached`: tokens of each that are cached
+    already, whose keys and values are read with its own.
     """
     most, room = min(model.max_prefill_tokens, PACKED_TOKENS), PREFILL_BYTES
     is_gpu = model.device.type == "cuda"

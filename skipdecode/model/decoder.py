@@ -254,8 +254,8 @@ class Decoder(nn.Module):
         last.
 
         `ffns` runs the batch's feed-forward blocks. `return_argmax`: return the most likely token [B] int64 instead.
-        `num_cached` [B]: number of leading prompt tokens that are already cached, here or in a shared prefix; `tokens` are
-        the rest. `lengths` [B]: how many of a prompt's `tokens` are no padding; None: not known on the host, or of no
+        `num_cached` [B]: leading prompt tokens that are already cached, here or in a shared prefix; `tokens` are the
+        rest. `lengths` [B]: how many of a prompt's `tokens` are no padding; None: not known on the host, or of no
         concern since the batch has a fixed shape, so that on a GPU prompts keep their padding.
         """
         T = tokens.shape[1]

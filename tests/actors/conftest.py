@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from actors import generator as module
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.generate import generate, refill
 from skipdecode.engine.request import Request

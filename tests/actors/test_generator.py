@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from actors import memory
 from actors.batching import full_depth_sample as baseline
-from actors.generator import Generator, GeneratorConfig, WindowResult
+from actors.generator import Generator, WindowResult
+from actors.generator_config import GeneratorConfig
 from actors.memory import DETERMINISTIC_ROWS
 from pipeline.demo.restaurant_prompts import make_prompts
 from skipdecode.backends import choice

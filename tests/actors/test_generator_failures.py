@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from actors.batching.buckets import PlannedBatch
-from actors.generator import Answer, Generator, RowFailure
+from actors.failures import RowFailure
+from actors.generator import Answer, Generator
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.request import InvalidLogits, Request, Row
@@ -182,7 +183,7 @@ def test_rows_that_have_ended_are_not_decoded_again(
 def test_what_has_not_begun_is_left_when_no_more_is_wanted(build: Callable[..., Generator]) -> None:
     generator, requests = build(decode=SKIP | {"horizon": 9}, batch_size=4), random_requests(16)
     wanted, asked = one_by_one(generator, requests), iter([True, False])
-    result = generator(requests, goes_on=lambda: next(asked))
+    result = generator(requests, should_continue=lambda: next(asked))
     assert 4 < len(result.answers) < 16
     assert result.answers == [wanted[row] for row in range(16) if row not in result.left]
     assert len(result.answers) + len(result.left) == 16

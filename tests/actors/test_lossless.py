@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
 from skipdecode.backends import choice

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors import generator, memory
-from actors.generator import Generator, GeneratorConfig
+from actors import generator, loading, memory
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.memory import (
     DeviceMemory,
     MemoryBudget,
@@ -99,7 +100,7 @@ def test_a_model_that_no_number_of_gpus_holds(monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_is_said_before_anything_is_loaded(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMemory, "of", lambda _: DeviceMemory(1 << 16, 1 << 16, 0))
-    monkeypatch.setattr(generator, "load_model", lambda *_, **__: pytest.fail("loads"))
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("loads"))
     with pytest.raises(ValueError, match=r"actors\.num_gpus"):
         build(tiny_checkpoint, device="cuda")
 
@@ -256,7 +257,7 @@ def test_a_worker_with_torchs_operators_says_so(
         made = build(tiny_checkpoint, baseline_fraction=0.0)
         assert made.why_slow == f"the CUDA kernels are not used: {choose_cuda().reason}"
         assert f"decoding is slower than it could be: {made.why_slow}" in caplog.text
-        monkeypatch.setattr(generator, "load_model", lambda *_, **__: pytest.fail("loads"))
+        monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("loads"))
         with pytest.raises(ValueError, match=r"^actors\.require_kernels is set, and the CUDA kernels are not used: "):
             build(tiny_checkpoint, require_kernels=True)
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from benchmarks.batches_beside_online import lines_per_s, measure, summary
 from pipeline.batches.ending import end_batch
 from pipeline.batches.storage import ClientStorage, Storage, StoredBatch

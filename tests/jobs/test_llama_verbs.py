@@ -14,7 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from jobs import calibrate, distill, doctor, evaluate, finetune, generate, retry
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.serving.text_stream import TextStream
+from actors.text.text_stream import TextStream
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.resolve_model import check_model
 from pipeline.store.digest import digest_files

@@ -13,7 +13,8 @@ import torch
 from transformers import OPTForCausalLM
 
 import skipdecode
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from skipdecode import TextModel, generate, load
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request

@@ -12,7 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import OPTForCausalLM
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.measuring.bench import random_model
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling

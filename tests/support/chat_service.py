@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.templates.chat_template import check_messages
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request

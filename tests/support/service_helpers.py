@@ -20,7 +20,8 @@ import pytest
 import torch
 from transformers import OPTForCausalLM
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from pipeline.batches.run_config import job_settings
 from pipeline.service.config import ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from actors.batching.prompt_scoring import with_scores
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request

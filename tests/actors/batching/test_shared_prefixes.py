@@ -19,7 +19,8 @@ from actors.batching.shared_prefixes import (
     cut_with_shared_prefixes,
     find_prefixes,
 )
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
 from skipdecode.config.sampling import Sampling

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.serving.cohort_scheduler import CohortScheduler
 from skipdecode.engine.request import Request
 from tests.support.engine_helpers import DECODE, SCHEDULERS, collect, engine_of, offline, pool_of, run

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.serving.engine import Engine, Progress
 from actors.serving.scheduler import EngineConfig, Ticket
 from skipdecode.config.sampling import Sampling

@@ -12,7 +12,8 @@ import pytest
 import ray
 import torch
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from jobs.doctor import main, show
 from pipeline.cluster.node_backends import look
 from pipeline.cluster.pool import Cluster, Pool, object_store_bytes

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from pipeline.estimate import measure
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from actors.batching.buckets import PlannedBatch
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from jobs.doctor import main as doctor
 from pipeline.cluster.worker_records import Pace
 from pipeline.config.job import JobConfig, build_config

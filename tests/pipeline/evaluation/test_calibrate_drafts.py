@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from jobs import calibrate, generate
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.resolve_model import check_model

@@ -8,7 +8,8 @@ import httpx2 as httpx
 import pyarrow.parquet as pq
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from jobs import generate, verify
 from tests.support.service_helpers import local, make_endpoint
 from tests.support.verbs import Call

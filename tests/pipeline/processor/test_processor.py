@@ -15,7 +15,7 @@ from pipeline.config.job import ConfigError
 from pipeline.processor import build, build_processor
 from pipeline.processor.stage import KeyedModelThread, ProcessorStage, without_key
 from skipdecode import TextModel, generate, load
-from skipdecode.engine.generate import GoesOn, always
+from skipdecode.engine.generate import ShouldContinue, always
 from skipdecode.engine.request import Request
 from tests.docs.pages import ROOT, run_blocks
 
@@ -102,10 +102,12 @@ def test_scores_come_out_too(model: TextModel, tiny_checkpoint: Path) -> None:
 
 
 class DiesOfOne(KeyedModelThread):
-    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
+    def decode(
+        self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
+    ) -> WindowResult:
         if any(without_key(request).id == "r5" for request in requests):
             os._exit(1)
-        return super().decode(requests, may_measure, goes_on)
+        return super().decode(requests, may_measure, should_continue)
 
 
 class Mortal(ProcessorStage):

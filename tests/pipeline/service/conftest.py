@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from pipeline.service.endpoint import Endpoint
 from tests.support.service_helpers import local, make_endpoint
 

@@ -9,7 +9,8 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from pipeline.service.auth import digest
 from tests.support.chat_service import DECODE, USER, ask, client, client_of, generator, refused, url
 from tests.support.service_helpers import local, make_endpoint

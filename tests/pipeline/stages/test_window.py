@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from actors.generator import RowFailure
+from actors.failures import RowFailure
 from pipeline.stages.window import Window
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.results import Completion

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.generator import RowFailure, WindowResult
+from actors.failures import RowFailure
+from actors.generator import WindowResult
 from pipeline.cluster.worker_records import WindowRecord
 from pipeline.stages import delegating_decoder, window_decoder
 from pipeline.stages.attempt_tracker import AttemptTracker, StopRun, WorkerProcess
@@ -18,7 +19,7 @@ from pipeline.stages.delegating_decoder import DelegatingDecoder
 from pipeline.stages.window_decoder import WindowDecoder, prompt_key
 from pipeline.stages.work_stealing import StealQueue
 from skipdecode.config.sampling import Sampling
-from skipdecode.engine.generate import GoesOn, always
+from skipdecode.engine.generate import ShouldContinue, always
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 
@@ -54,13 +55,15 @@ class FakeModel:
         self.decoded: list[list[str]] = []
         self.num_checks = 0
 
-    def decode(self, requests: Sequence[Request], may_measure: bool = True, goes_on: GoesOn = always) -> WindowResult:
+    def decode(
+        self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
+    ) -> WindowResult:
         if self.poison & {request.id for request in requests}:
             self.decoded.append([request.id for request in requests])
             raise Died
         begun: list[Request] = []
         for batch in self.batches(requests):
-            if begun and not goes_on():
+            if begun and not should_continue():
                 break
             begun += batch
             self.meanwhile()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from actors.training.trainer import mean_loss
 from jobs.distill import main as distill
 from jobs.finetune import main as finetune

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.serving.text_stream import TextStream
+from actors.text.text_stream import TextStream
 from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, StopStringSearch, TextDecoder, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import config_of

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.cost.batch_sizes import ladder, rung_within
 from skipdecode.engine import cuda_graphs as cuda_graphs

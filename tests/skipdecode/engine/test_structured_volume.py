@@ -19,7 +19,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from pipeline.demo.restaurant_prompts import make_prompts
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request

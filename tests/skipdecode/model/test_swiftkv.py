@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import OPTForCausalLM
 
-from actors.generator import Generator, GeneratorConfig
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from jobs.bench import main as bench
 from jobs.distill import main
 from pipeline.config.job import ConfigError, JobConfig, build_config

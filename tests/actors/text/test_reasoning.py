@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.serving.reasoning import Parts, ReasoningStream, is_unfinished, opens_block, split_answer
+from actors.text.reasoning import Parts, ReasoningStream, is_unfinished, opens_block, split_answer
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
 from skipdecode.model.decoder import Decoder

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.serving.tool_calls import (
+from actors.text.tool_calls import (
     ParsedAnswer,
     ToolCall,
     ToolCallStream,

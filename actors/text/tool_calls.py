@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from actors.serving.text_stream import overlap
+from actors.text.text_stream import overlap
 
 ToolForm = Literal["hermes", "llama3_json"]
 START, END = "<tool_call>", "</tool_call>"

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.serving.text_stream import TextStream
+from actors.text.text_stream import TextStream
 from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, StopStringSearch, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.model.decoder import Decoder

@@ -7,7 +7,7 @@ with `<think>`. Line breaks around its text, and those before the answer, belong
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from actors.serving.text_stream import TextStream, overlap
+from actors.text.text_stream import TextStream, overlap
 from skipdecode.config.sampling import Sampling
 
 START, END = "<think>", "</think>"
