@@ -1,12 +1,12 @@
 """The stage of Ray Data before decoding: adds the tokens of each prompt, on CPUs.
 
 It takes and returns an Arrow table with the same rows; a row that cannot be decoded is marked as failed. Columns of the
-input pass through untouched; our own are `pipeline.schema`. Not here: turning tokens back into text (`finish`).
+input pass through untouched; our own are `pipeline.schema`. Not here: turning tokens back into text (`detokenize`).
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -109,63 +109,100 @@ def load_tokenizer(source: str, model: DecoderConfig) -> Tokenizer:
     return Tokenizer(source, model)
 
 
+@dataclass
+class PromptRow:
+    """A row of the table on its way to the tokens of its prompt."""
+
+    prompt: str | None
+    given_tokens: list[int] | None
+    """Tokens that the input has in place of a text, or beside it."""
+    parameters: str | None
+    """Its own sampling parameters, a JSON object."""
+    is_rendered: bool
+    """Whether a chat template has put the special tokens into the prompt."""
+    error_code: str | None
+    error_message: str | None
+    tokens: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    """Of the prompt, also where the row fails since they do not fit."""
+    is_cut: bool = False
+    """Whether `cut_text` has left out some of the prompt."""
+
+    def fail(self, code: str, message: str) -> None:
+        self.error_code, self.error_message, self.tokens = code, message, []
+
+
 def tokenize(table: pa.Table, *, config: TokenizeConfig) -> pa.Table:
     """Adds the prompt's tokens and their number; marks rows that cannot be decoded."""
     tokenizer = load_tokenizer(config.source, config.model)
-    prompts, given = table[PROMPT].to_pylist(), table[PROMPT_TOKENS].to_pylist()
-    codes, messages = table["error_code"].to_pylist(), table["error_message"].to_pylist()
-    samplings, is_rendered = table[SAMPLING].to_pylist(), config.is_rendered(table)
-    for row, own in enumerate(samplings):
-        try:
-            samplings[row] = with_forced_calls(own, config.tool_form)
-        except RecursionError:
-            codes[row], messages[row] = codes[row] or BAD_PARAMETERS, messages[row] or "tools: are nested too deeply"
-    texts = [row for row, code in enumerate(codes) if not code and given[row] is None]
-    tokens: list[list[int]] = [[] for _ in codes]
-    parts = [cut_text(prompts[row], tokenizer.max_token_chars, config) for row in texts]
-    cut = {row for row, part in zip(texts, parts, strict=True) if len(part) < len(prompts[row])}
-    for row, ids in zip(texts, encode_each(tokenizer, parts, [is_rendered[row] for row in texts]), strict=True):
-        if isinstance(ids, str):
-            codes[row], messages[row] = ENGINE_ERROR, ids
-        else:
-            tokens[row] = ids
-    counts = [0] * len(codes)
-    for row, code in enumerate(codes):
-        if code:
-            continue
-        try:
-            if given[row] is not None:
-                tokens[row] = given[row] or list(tokenizer.bos_tokens)
-                known = [token for token in given[row] if token < config.model.vocab_size]
-                prompts[row] = prompts[row] or tokenizer.decode(known)
-            sampling, problem = check_sampling(config, samplings[row], tokenizer)
-            # a chat template may begin with another token
-            is_bare = is_rendered[row] and tokens[row][: len(tokenizer.bos_tokens)] != list(tokenizer.bos_tokens)
-            bos_tokens = () if is_bare else tokenizer.bos_tokens
-            if problem is None:
-                tokens[row], problem = fit_prompt(
-                    tokens[row],
-                    bos_tokens,
-                    sampling.max_new_tokens,
-                    config,
-                    is_cut=row in cut,
-                    is_chat=is_rendered[row],
-                )
-        except Exception as error:  # whatever one row makes a library raise is that row's failure
-            problem = ENGINE_ERROR, describe(error)
-        counts[row] = len(tokens[row])
-        if problem:
-            codes[row], messages[row] = problem
-            tokens[row] = []
+    given = (table[name].to_pylist() for name in (PROMPT, PROMPT_TOKENS, SAMPLING))
+    errors = (table[name].to_pylist() for name in ("error_code", "error_message"))
+    rows = [PromptRow(*values) for values in zip(*given, config.is_rendered(table), *errors, strict=True)]
+    for row in rows:
+        force_calls(row, config.tool_form)
+    encode_texts([row for row in rows if not row.error_code and row.given_tokens is None], tokenizer, config)
+    for row in rows:
+        if not row.error_code:
+            try:
+                check_row(row, tokenizer, config)
+            except Exception as error:  # whatever one row makes a library raise is that row's failure
+                row.num_tokens = len(row.tokens)
+                row.fail(ENGINE_ERROR, describe(error))
     columns = {
-        PROMPT: pa.array(prompts, pa.string()),
-        PROMPT_TOKENS: pa.array(tokens, TOKENS),
-        "error_code": pa.array(codes, pa.string()),
-        "error_message": pa.array(messages, pa.string()),
-        "num_input_tokens": pa.array(counts, pa.int32()),
-        SAMPLING: pa.array(samplings, pa.string()),
+        PROMPT: pa.array([row.prompt for row in rows], pa.string()),
+        PROMPT_TOKENS: pa.array([row.tokens for row in rows], TOKENS),
+        "error_code": pa.array([row.error_code for row in rows], pa.string()),
+        "error_message": pa.array([row.error_message for row in rows], pa.string()),
+        "num_input_tokens": pa.array([row.num_tokens for row in rows], pa.int32()),
+        SAMPLING: pa.array([row.parameters for row in rows], pa.string()),
     }
     return with_columns(table, columns)
+
+
+def force_calls(row: PromptRow, form: ToolForm) -> None:
+    """Puts the grammar of its calls into the row's parameters, where its answer must be calls of tools."""
+    try:
+        row.parameters = with_forced_calls(row.parameters, form)
+    except RecursionError:
+        if not row.error_code:
+            row.fail(BAD_PARAMETERS, row.error_message or "tools: are nested too deeply")
+
+
+def encode_texts(rows: Sequence[PromptRow], tokenizer: Tokenizer, config: TokenizeConfig) -> None:
+    """Gives these rows the tokens of their prompts, cut to what can fit into the model."""
+    texts = [row.prompt or "" for row in rows]
+    parts = [cut_text(text, tokenizer.max_token_chars, config) for text in texts]
+    encoded = encode_each(tokenizer, parts, [row.is_rendered for row in rows])
+    for row, text, part, tokens in zip(rows, texts, parts, encoded, strict=True):
+        row.is_cut = len(part) < len(text)
+        if isinstance(tokens, str):
+            row.fail(ENGINE_ERROR, tokens)
+        else:
+            row.tokens = tokens
+
+
+def check_row(row: PromptRow, tokenizer: Tokenizer, config: TokenizeConfig) -> None:
+    """Fails the row if its parameters are bad or its tokens do not fit; shortens them if the run says so."""
+    if row.given_tokens is not None:
+        row.tokens = row.given_tokens or list(tokenizer.bos_tokens)
+        known = [token for token in row.given_tokens if token < config.model.vocab_size]
+        row.prompt = row.prompt or tokenizer.decode(known)
+    sampling, problem = check_sampling(config, row.parameters, tokenizer)
+    if problem is None:
+        begins_with_bos = row.tokens[: len(tokenizer.bos_tokens)] == list(tokenizer.bos_tokens)
+        # a chat template may begin with another token
+        bos_tokens = tokenizer.bos_tokens if begins_with_bos or not row.is_rendered else ()
+        row.tokens, problem = fit_prompt(
+            row.tokens,
+            bos_tokens,
+            sampling.max_new_tokens,
+            config,
+            is_cut=row.is_cut,
+            is_chat=row.is_rendered,
+        )
+    row.num_tokens = len(row.tokens)
+    if problem is not None:
+        row.fail(*problem)
 
 
 def cut_text(text: str, max_token_chars: int, config: TokenizeConfig) -> str:
