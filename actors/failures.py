@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skipdecode.checkpoint.grammar import GrammarTooComplex
 from skipdecode.engine.request import InvalidLogits
 from skipdecode.engine.results import BatchResult
 
@@ -30,9 +31,10 @@ def cause_of(error: Exception) -> Exception:
 
 
 def row_at_fault(error: Exception) -> str | None:
-    """The id of the row whose logits are no numbers; None for any other error."""
+    """The id of the row that has failed a batch, by logits that are no numbers or by its grammar; None for any other
+    error."""
     cause = cause_of(error)
-    return cause.row if isinstance(cause, InvalidLogits) else None
+    return cause.row if isinstance(cause, InvalidLogits | GrammarTooComplex) else None
 
 
 def described(error: Exception) -> str:

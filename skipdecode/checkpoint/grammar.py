@@ -23,15 +23,26 @@ MAX_COMPILED = 256
 """Grammars that are kept compiled."""
 
 
-class GrammarMatcher:
-    """Where in its grammar one answer is."""
+class GrammarTooComplex(RuntimeError):
+    """The library gives a grammar up in the middle of an answer, whose parser would need too much memory or time."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    def __init__(self, row: str, reason: str) -> None:
+        """`row`: the id of the answer's row."""
+        super().__init__(f"row {row!r}: structured_outputs: {reason}")
+        self.row = row
+
+
+class GrammarMatcher:
+    """Where in its grammar one answer is. All but `rollback` raise GrammarTooComplex."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int], row: str) -> None:
+        self._matcher, self._ends, self._row = matcher, ends, row
 
     def accept(self, tokens: Sequence[int]) -> int:
         """Moves on by as many of the tokens as the grammar allows; how many these are."""
-        return int(self._matcher.try_consume_tokens(list(tokens)))
+        accepted = int(self._matcher.try_consume_tokens(list(tokens)))
+        self._check()
+        return accepted
 
     def rollback(self, count: int) -> None:
         """Takes the last tokens back."""
@@ -40,7 +51,9 @@ class GrammarMatcher:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of the tokens the grammar would allow from here on."""
-        return int(self._matcher.validate_tokens(list(tokens)))
+        allowed = int(self._matcher.validate_tokens(list(tokens)))
+        self._check()
+        return allowed
 
     @property
     def is_complete(self) -> bool:
@@ -48,18 +61,20 @@ class GrammarMatcher:
         return bool(self._matcher.is_accepting())
 
     def fill(self, bits: "np.ndarray") -> None:
-        """Writes which tokens may follow, a bit each, into contiguous int32 [ceil(V / 32)]; RuntimeError where the
-        grammar is too complex to say."""
+        """Writes which tokens may follow, a bit each, into contiguous int32 [ceil(V / 32)]."""
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._finish(bits)
 
     def _finish(self, bits: "np.ndarray") -> None:
         """Checks what the library has written, and takes out tokens that would end the answer too early."""
-        if self._matcher.is_error():
-            raise RuntimeError(f"structured_outputs: {_reason(self._matcher.get_error())}")
+        self._check()
         if not self.is_complete:  # a token that ends answers may have a text, too
             for token in self._ends:
                 bits.view("uint8")[token >> 3] &= ~(1 << (token & 7)) & 255
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarTooComplex(self._row, _reason(self._matcher.get_error()))
 
 
 def fill_all(matchers: Mapping[int, GrammarMatcher], bits: "np.ndarray", num_threads: int) -> None:
@@ -88,15 +103,18 @@ class Grammar:
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._start, self._ends = matcher, ends
 
-    def matcher(self) -> GrammarMatcher:
-        """At the beginning of an answer."""
-        return GrammarMatcher(self._start.deep_copy(), self._ends)
+    def matcher(self, row: str = "") -> GrammarMatcher:
+        """At the beginning of the answer of a row, of which errors tell the id."""
+        return GrammarMatcher(self._start.deep_copy(), self._ends, row)
 
     def matches(self, tokens: Sequence[int]) -> bool:
         """Whether the tokens, up to one that ends an answer, are a whole text of the grammar."""
         text = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
         matcher = self.matcher()
-        return matcher.accept(text) == len(text) and matcher.is_complete
+        try:
+            return matcher.accept(text) == len(text) and matcher.is_complete
+        except GrammarTooComplex:
+            return False
 
 
 class GrammarCompiler:

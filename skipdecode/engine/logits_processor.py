@@ -80,7 +80,7 @@ class GrammarState:
     def __init__(self, row: Row) -> None:
         grammar = row.request.grammar
         assert grammar is not None, f"row {row.request.id!r}: structured outputs are not compiled"
-        self._row, self.matcher = row, grammar.matcher()
+        self._row, self.matcher = row, grammar.matcher(row.request.id)
         self._num_read = 0  # of the row's tokens
         self._drafted: list[int] = []
 

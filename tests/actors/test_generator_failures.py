@@ -5,6 +5,7 @@ Where batches must fail, `Generator._run` is wrapped: it raises for chosen rows,
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,27 @@ def test_a_row_whose_logits_were_no_numbers_once_is_tried_again(
         assert generator(requests).answers == wanted
         assert sizes == tried
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("decode", [SKIP, {"method": "full", "lossless": True}], ids=["skipdecode", "lossless"])
+def test_a_row_whose_grammar_grows_too_complex_fails_alone(
+    build: Callable[..., Generator], decode: dict[str, Any]
+) -> None:
+    """Its parser has to keep 30 rules for each of the letters so far, and gives up after some fifty of them."""
+    pytest.importorskip("llguidance")
+    rules = [f'r{number}: "a" start?' for number in range(30)]
+    structure = {"grammar": "start: " + " | ".join(f"r{number}" for number in range(30)) + "\n" + "\n".join(rules)}
+    generator, requests = build(batch_size=8, length_buckets=(32,), decode=decode), random_requests(6, limits=(40, 90))
+    wanted = one_by_one(generator, requests)
+    letter = generator.tokenizer.encode(["a"])[0][-1]
+    own = requests[3].sampling.with_parameters({"structured_outputs": structure, "logit_bias": {str(letter): 100}})
+    requests[3] = replace(requests[3], sampling=own)
+    answers = [
+        answer if isinstance(answer, RowFailure) else replace(answer, layers_run=0, ffns_run=0)
+        for answer in generator(requests).answers
+    ]
+    wanted = [replace(one, layers_run=0, ffns_run=0) for one in wanted]  # drafts run layers of their own
+    check_failures(answers, wanted, {3}, "GrammarTooComplex: row 'row-3': structured_outputs: Parser Error")
 
 
 def test_out_of_memory_halves_the_batch(build: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
