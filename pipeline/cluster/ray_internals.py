@@ -135,9 +135,12 @@ def actors_to_hold(operator: Operator) -> set[object]:
     return set(pool._running_actors) if is_static else set()
 
 
-def set_last_stage_cpus(dataset: Dataset, num_cpus: float) -> None:
-    """CPUs that each task of the last stage so far asks for, where its method has no argument for that."""
-    dataset._logical_plan.dag.ray_remote_args["num_cpus"] = num_cpus
+def limit_last_stage(dataset: Dataset, num_cpus: float, max_tasks: int) -> None:
+    """CPUs that each task of the last stage so far asks for, and its tasks at a time, where its method has no arguments
+    for them."""
+    stage = dataset._logical_plan.dag
+    stage.ray_remote_args["num_cpus"] = num_cpus
+    stage.compute.size = max_tasks
 
 
 def with_own_context(dataset: Dataset) -> Dataset:

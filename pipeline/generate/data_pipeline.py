@@ -16,7 +16,7 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 from actors.generator_config import GeneratorConfig
 from pipeline.cluster.pool import STAGE_CPUS, Pool
 from pipeline.cluster.priority import run_in_background
-from pipeline.cluster.ray_internals import number_of_task, set_last_stage_cpus
+from pipeline.cluster.ray_internals import limit_last_stage, number_of_task
 from pipeline.config.job import InputConfig
 from pipeline.estimate.forecast import window_rows
 from pipeline.generate.plan import PlannedRun
@@ -73,7 +73,8 @@ class HelperActors:
 def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> Dataset:
     """A dataset without rows. Running it writes every row of the plan that is not done, exactly once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
-    few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * spec.pool.max_size)
+    num_light = LIGHT_TASKS_PER_ACTOR * spec.pool.max_size
+    few = TaskPoolStrategy(size=num_light)
     light = _in_background if spec.background else _as_it_is
     sampling = spec.tokenize.sampling
     prepare = run_in_background if spec.background else None
@@ -82,8 +83,9 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
     # Ray joins small files into one block; one block is one actor's work, and nothing is written until its end. Without
     # `strict` the last rows of every block would be a small window of their own
     rows = rows.repartition(target_num_rows_per_block=spec.window_rows, strict=True)
-    # `repartition` cannot be given CPUs, and a whole one, Ray's default, may never be free while readers wait for it
-    set_last_stage_cpus(rows, STAGE_CPUS)
+    # `repartition` cannot be given these: a whole CPU, Ray's default, may never be free while readers wait for it, and
+    # whenever blocks have piled up, it would start dozens of processes, which decoding waits for
+    limit_last_stage(rows, STAGE_CPUS, num_light)
     rows = rows.map_batches(
         light(tokenize), fn_kwargs={"config": spec.tokenize}, batch_size=spec.window_rows, batch_format="pyarrow",
         zero_copy_batch=True, num_cpus=STAGE_CPUS, compute=few,

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 from pipeline.cluster.pool import STAGE_CPUS, find_pool, look_at_cluster
-from pipeline.cluster.ray_internals import set_last_stage_cpus, use_policies, with_own_context
+from pipeline.cluster.ray_internals import limit_last_stage, use_policies, with_own_context
 from pipeline.config.job import JobConfig, build_config, load_config
 from pipeline.estimate.forecast import window_rows
 from pipeline.formatting import Json
@@ -78,18 +78,19 @@ class Processor:
         attempts = start_attempt_tracker(config.limits.max_row_attempts, size, math.inf, 0)
         # a small dataset cannot use all the tasks it may have, and need not
         warnings.filterwarnings("ignore", message="The maximum number of concurrent tasks for")
-        few = TaskPoolStrategy(size=LIGHT_TASKS_PER_ACTOR * pool.max_size)
+        num_light = LIGHT_TASKS_PER_ACTOR * pool.max_size
+        few = TaskPoolStrategy(size=num_light)
         light = {"batch_format": "pyarrow", "zero_copy_batch": True, "num_cpus": STAGE_CPUS, "compute": few}
 
         rows = with_own_context(dataset)
         use_policies(rows.context, [FewBlocksAhead])  # else a corpus of short prompts waits in the driver
         if self._preprocess is not None:
-            rows = rows.map(partial(merged, function=self._preprocess), num_cpus=STAGE_CPUS)
+            rows = rows.map(partial(merged, function=self._preprocess), num_cpus=STAGE_CPUS, compute=few)
         prompter = Prompter.of(config.input, "", self._chat, datetime.now(UTC))
         keys = {"config": config, "tokens": tokens, "prompter": prompter}
         rows = rows.map_batches(prepare, fn_kwargs=keys, batch_size=PREPARED_ROWS, **light)
         rows = rows.repartition(target_num_rows_per_block=size, strict=True)
-        set_last_stage_cpus(rows, STAGE_CPUS)
+        limit_last_stage(rows, STAGE_CPUS, num_light)
         rows = rows.map_batches(
             ProcessorStage,
             fn_constructor_args=(generator, tokens.sampling, SilentCollector(), attempts),
@@ -101,7 +102,7 @@ class Processor:
             num_gpus=pool.num_gpus or None,
         )
         rows = rows.map_batches(finish_windows, fn_kwargs={"tokens": tokens}, batch_size=None, **light)
-        return rows if self._postprocess is None else rows.map(self._postprocess, num_cpus=STAGE_CPUS)
+        return rows if self._postprocess is None else rows.map(self._postprocess, num_cpus=STAGE_CPUS, compute=few)
 
 
 def build_processor(

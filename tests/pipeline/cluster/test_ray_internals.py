@@ -30,10 +30,10 @@ from pipeline.cluster.ray_internals import (
     Operator,
     StepCallback,
     actors_to_hold,
+    limit_last_stage,
     number_of_task,
     record_zero,
     run_to_end,
-    set_last_stage_cpus,
     update_job_record,
     use_callbacks,
     use_policies,
@@ -147,7 +147,7 @@ def test_a_pipeline_is_heard_asked_numbered_and_its_actors_held() -> None:
     use_policies(context, [Asked])
     try:
         rows = ray.data.range(40, override_num_blocks=4).repartition(target_num_rows_per_block=10, strict=True)
-        set_last_stage_cpus(rows, 0.25)
+        limit_last_stage(rows, 0.25, 2)
         rows = rows.map_batches(number, batch_size=None, batch_format="pyarrow", num_cpus=0.1)
         rows = rows.map_batches(
             Passing, batch_size=None, batch_format="pyarrow", compute=ActorPoolStrategy(size=1), num_cpus=0.1
@@ -170,10 +170,25 @@ def test_a_pipeline_is_heard_asked_numbered_and_its_actors_held() -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_is_up")
-def test_cpus_of_a_stage_reach_the_operator_that_runs_it() -> None:
-    rows = ray.data.range(4).repartition(target_num_rows_per_block=2, strict=True)
-    set_last_stage_cpus(rows, 0.25)
-    assert rows._logical_plan.dag.ray_remote_args == {"num_cpus": 0.25}
+def test_limits_of_a_stage_reach_the_operator_that_runs_it() -> None:
+    found: dict[str, set[object]] = {"cpus": set(), "limits": set()}
+
+    class Limits(StepCallback):
+        def on_step(self, operators: list[Operator]) -> None:
+            (stage,) = (own for own in operators if "StreamingRepartition" in own.name)
+            found["limits"].add(stage.get_max_concurrency_limit())
+            found["cpus"].add(stage._ray_remote_args["num_cpus"])  # type: ignore[attr-defined]
+
+    context = DataContext.get_current()
+    before = context.copy()
+    use_callbacks(context, [Limits])
+    try:
+        rows = ray.data.range(40, override_num_blocks=4).repartition(target_num_rows_per_block=10, strict=True)
+        limit_last_stage(rows, 0.25, 2)
+        run_to_end(rows)
+    finally:
+        DataContext._set_current(before)
+    assert found == {"cpus": {0.25}, "limits": {2}}
 
 
 @pytest.mark.ray
