@@ -8,6 +8,7 @@
     .venv-peers/bin/python benchmarks/compare_peers.py --check             # float32: are the tokens equal?
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions gsm8k.jsonl   # mixed lengths
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --natural --batch-sizes 128
+    .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --natural --schema FILE  # JSON
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --speculative --batch-sizes 8
 
 Neither environment is the project's. vLLM for CPUs needs one of its own; `--vllm-python` or PEERS_VLLM_PYTHON names its
@@ -98,6 +99,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--vllm-python", default=os.environ.get("PEERS_VLLM_PYTHON", sys.executable), help="the interpreter of vLLM")
     add("--natural", action="store_true", help="answers end at EOS; --new-tokens are at most, and --questions needed")
+    add("--schema", type=Path, help="with --natural: a JSON schema that answers keep; needs llguidance beside ours")
     add("--speculative", action="store_true", help="engines that draft, beside those they draft for")
     add("--check", action="store_true", help="tokens in float32 instead of speed")
     add("--work", type=Path, help="keeps converted checkpoints (default: a temporary folder)")
@@ -117,6 +119,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             args.engines = [name for name in args.engines if not name.startswith("skipdecode")]
     if args.natural and (args.questions is None or args.check or args.speculative):
         parser.error("--natural: answers to --questions, and without --check and --speculative")
+    if args.schema and not args.natural:
+        parser.error("--schema: needs --natural, since an answer ends where its JSON does")
     if args.natural and (other := [name for name in args.engines if name not in NATURAL]):
         parser.error(f"--natural: {other[0]} is not among the engines that end at EOS here: {', '.join(NATURAL)}")
     if "full" not in args.engines:
@@ -138,7 +142,8 @@ def start(
     """Loads one engine after the other; `stack` ends them."""
     contestants = []
     for name in args.engines:
-        spec = Spec(name, str(model), str(work), args.dtype, args.device, args.threads, max_batch, args.natural)
+        schema = args.schema.read_text(encoding="utf-8") if args.schema else ""
+        spec = Spec(name, str(model), str(work), args.dtype, args.device, args.threads, max_batch, args.natural, schema)
         try:
             contestant = Contestant(spec, args.vllm_python if name.startswith("vllm") else sys.executable)
         except PeerError as error:
@@ -242,6 +247,7 @@ def describe(args: argparse.Namespace, contestants: list[Contestant], errors: Er
         "threads": args.threads,
         "backend": facts["full"]["backend"],
         "model": Path(args.model).name,
+        "schema": args.schema.name if args.schema else None,
         "dtype": args.dtype,
         "rounds": args.rounds,
         "engines": facts,

@@ -54,10 +54,12 @@ class Spec:
     """The most prompts that are decoded at once."""
     ends: bool = False
     """Whether answers end at the model's EOS, or all have as many tokens."""
+    schema: str = ""
+    """A JSON schema that answers must keep; empty: they are free."""
 
 
 NATURAL = ["full", "full-int8", "skipdecode-2x", "full-lossless", "openvino", "vllm"]
-"""Engines that can let answers end."""
+"""Engines that can let answers end, or keep them to a schema."""
 
 
 def make_engine(spec: Spec) -> Engine:
@@ -111,6 +113,7 @@ def ours(spec: Spec) -> Engine:
 
     from actors.ceilings import measure_ceilings
     from actors.measuring.bench import make_graphs
+    from skipdecode.checkpoint.tokenizer import Tokenizer
     from skipdecode.checkpoint.weights import load_model
     from skipdecode.config.sampling import Sampling
     from skipdecode.engine.generate import generate, generate_continuous
@@ -132,13 +135,18 @@ def ours(spec: Spec) -> Engine:
     decode = OURS[plain] | (stored.decode if stored else {})
     controllers: dict[Lossless, SpeculationController] = {}  # what one has learnt serves the next batch, as in a run
 
+    structures = {"structured_outputs": {"json": json.loads(spec.schema)}} if spec.schema else {}
+    grammar = None
+    if asked := Sampling(max_new_tokens=1).with_parameters(structures).structured_outputs:
+        grammar = Tokenizer(spec.model, model.config).grammars.compile(asked)
+
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
         schedule = make_schedule(decode, num_layers=layers, max_new_tokens=num_new)
-        sampling = Sampling(max_new_tokens=num_new, ignore_eos=not spec.ends)
+        sampling = Sampling(max_new_tokens=num_new, ignore_eos=not spec.ends).with_parameters(structures)
         made: dict[int, list[int]] = {}
         # as a job does: on a GPU, batches whose rows start together; on a CPU, a continuous one
         for part in by_length(prompts, spec.max_batch if spec.device == "cuda" else len(prompts)):
-            requests = [Request(str(i), prompts[i], sampling) for i in part]
+            requests = [Request(str(i), prompts[i], sampling, grammar=grammar) for i in part]
             if isinstance(schedule, Lossless):
                 own = controllers.setdefault(
                     schedule, SpeculationController(schedule, latency(), stored.acceptance if stored else ())
@@ -263,6 +271,8 @@ def openvino(spec: Spec) -> Engine:
         if spec.ends:
             config.eos_token_id, config.stop_token_ids = min(eos), eos
             config.include_stop_str_in_output = True
+        if spec.schema:
+            config.structured_output_config = genai.StructuredOutputConfig(json_schema=spec.schema)
         tensors = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         return [list(r.m_generation_ids[0]) for r in pipe.generate(tensors, [config] * len(prompts))]
 
@@ -302,6 +312,7 @@ def vllm(spec: Spec) -> Engine:
             settings[name] = os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     shares = spec.name == "vllm-prefix"  # what prompts begin with alike is kept, for `prefix.py`
     drafts: dict[str, Any] = {}
@@ -311,7 +322,14 @@ def vllm(spec: Spec) -> Engine:
     llm = LLM(spec.model, dtype=spec.dtype, enable_prefix_caching=shares, max_num_seqs=spec.max_batch, **more)
 
     def run(prompts: Prompts, num_new: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=not spec.ends, detokenize=False)
+        structure = StructuredOutputsParams(json=spec.schema) if spec.schema else None
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_new,
+            ignore_eos=not spec.ends,
+            detokenize=False,
+            structured_outputs=structure,
+        )
         made = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [list(r.outputs[0].token_ids) for r in made]
 

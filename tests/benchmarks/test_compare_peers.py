@@ -21,6 +21,8 @@ from benchmarks.compare_peers import CPU, CUDA, KNOWN, SPECULATIVE, arguments, c
 from benchmarks.peer_engines import Spec, make_engine
 from benchmarks.peer_worker import Contestant, PeerError
 from skipdecode.backends.choice import NAMES
+from skipdecode.checkpoint.tokenizer import Tokenizer
+from skipdecode.checkpoint.weights import load_model
 from skipdecode.engine.generate import generate
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import FullDepth
@@ -115,6 +117,19 @@ def test_natural_answers_end_at_eos(
         torch.set_num_threads(threads)
     assert made == tokens_of(generate(ours(folder), requests_for(prompts, greedy(20)), FullDepth(6)))
     assert len({len(tokens) for tokens in made}) > 1
+
+
+def test_answers_keep_a_schema(ending_checkpoint: Callable[[str], Path], spec: Callable[[str], Spec]) -> None:
+    pytest.importorskip("llguidance")
+    folder, threads = ending_checkpoint("125m"), torch.get_num_threads()
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    asked = replace(spec("full"), model=str(folder), ends=True, schema=json.dumps(schema))
+    try:
+        made = make_engine(asked).run(random_prompts([5] * 3, seed=2), 60)
+    finally:
+        torch.set_num_threads(threads)
+    tokenizer = Tokenizer(folder, load_model(folder).config)
+    assert all(json.loads(tokenizer.decode(tokens)) in ({"n": 1}, {"n": 2}) for tokens in made)
 
 
 def test_who_cannot_end_answers_is_refused(spec: Callable[[str], Spec]) -> None:
