@@ -24,8 +24,10 @@ def wrap(loss: ResponseLoss, parallel: Literal["ddp", "fsdp"]) -> nn.Module:
     if rank_and_size()[1] == 1:
         return loss
     if parallel == "ddp":
-        # with SwiftKV the upper layers' own key and value projections are unused, without it those of SwiftKV
-        return DistributedDataParallel(loss, find_unused_parameters=loss.model.swiftkv is not None)
+        # with SwiftKV the upper layers' own key and value projections are unused, without it those of SwiftKV; a batch
+        # may pass by experts of a model of transformers
+        has_unused = loss.model.swiftkv is not None or loss.model.config.implementation == "transformers"
+        return DistributedDataParallel(loss, find_unused_parameters=has_unused)
     for block in loss.model.layers:
         if block.k_norm is not None:  # SwiftKV calls it outside of its layer's forward
             fully_shard(block.k_norm)

@@ -33,6 +33,7 @@ from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import check_folder
 from skipdecode.config.model import DecoderConfig, SwiftKVConfig
+from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.families import OPTConfig
 from skipdecode.families.llama_swiftkv import as_llama_swiftkv
 from skipdecode.training.lora import LoraShape, check_start, linear_names
@@ -72,6 +73,7 @@ def plan_training(config: FinetuneConfig, log: Log) -> PlannedTraining:
     """Checks everything that needs no cluster, cheapest first."""
     folder, earlier = _check_output(config)
     source, model_config, adapter = _check_model(config.model, log)
+    _check_wrapped(config, model_config)
     lora = check_lora(config, model_config)
     if lora is not None and adapter is not None:
         with blame(""):
@@ -170,9 +172,23 @@ def _check_model(model: FinetuneModel, log: Log) -> tuple[Path | None, DecoderCo
         with blame("model.shape: "):
             return None, OPTConfig(**model.shape.model_dump()), None
     with blame(""):
-        found = find_model(model.source, model.adapter, log)
-    refuse_wrapped(found[1], "model.source", "training")
-    return found
+        return find_model(model.source, model.adapter, log)
+
+
+def _check_wrapped(config: FinetuneConfig, model_config: DecoderConfig) -> None:
+    """ConfigError for what cannot be trained with layers of transformers."""
+    if config.model.swiftkv is not None:
+        refuse_wrapped(model_config, "model.swiftkv", "SwiftKV")
+    if config.train.lora is not None:
+        refuse_wrapped(model_config, "train.lora", "training an adapter")
+    if config.train.parallel == "fsdp":
+        refuse_wrapped(model_config, "train.parallel", "fsdp")
+    if isinstance(model_config, WrappedConfig) and model_config.has_router_loss:
+        raise ConfigError(
+            "model.source",
+            f"output_router_logits in config.json of {config.model.source} asks for a loss that balances experts, "
+            "which is not supported; set it to false to train without",
+        )
 
 
 def _check_swiftkv(config: FinetuneConfig, model_config: DecoderConfig) -> SwiftKVConfig | None:

@@ -26,6 +26,7 @@ from pipeline.training.folder import TrainingFolder
 from pipeline.training.training_records import ValidationLine
 from skipdecode.checkpoint.weights import adapter_of, load_model, save_model
 from skipdecode.config.model import DecoderConfig
+from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.training.lora import LoraShape, add_lora, save_adapter
 
@@ -95,7 +96,7 @@ def run_worker(settings: WorkerSettings) -> Trained | Failed:
     try:
         teacher = None if job.teacher is None else load_model(job.teacher, adapter=job.teacher_adapter, device=device)
         state = None if resumed is None else resumed[1]
-        best = train(model, pairs, validation, job.train, _hooks(job, folder), state, teacher)
+        best = train(model, pairs, validation, job.train, _hooks(job, folder, model), state, teacher)
         return Trained(cast(ValidationLine, best))
     except FloatingPointError as error:
         return Failed(str(error))
@@ -115,6 +116,9 @@ def _initial(job: TrainingJob, device: torch.device) -> Decoder:
     if job.source is not None:
         merged = job.adapter if job.lora is None else None
         model, shape = load_model(job.source, adapter=merged, device=device), job.config.swiftkv
+        if isinstance(job.config, WrappedConfig):
+            model.config = job.config
+            return model
         if job.lora is not None:
             model = model.without_swiftkv()
             start = None if job.adapter is None else adapter_of(job.adapter, model)
@@ -128,7 +132,7 @@ def _initial(job: TrainingJob, device: torch.device) -> Decoder:
     return model.to(device)
 
 
-def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
+def _hooks(job: TrainingJob, folder: TrainingFolder, model: Decoder) -> Hooks:
     if dist.get_rank() != 0:
         return Hooks(log=lambda _: None, keep_best=lambda *_: None, checkpoint=lambda *_: None)
 
@@ -138,8 +142,9 @@ def _hooks(job: TrainingJob, folder: TrainingFolder) -> Hooks:
             own = {name.removeprefix("model."): value for name, value in weights.items()}
             folder.publish(lambda staging: save_adapter(own, staging, job.config, lora, job.base, dtype=dtype))
             return
-        model = model_of(weights, job.config)
-        folder.publish(lambda staging: save_model(model, staging, dtype=dtype))
+        # a model of transformers is whole on each worker, and knows what its files are like
+        best = model if isinstance(job.config, WrappedConfig) else model_of(weights, job.config)
+        folder.publish(lambda staging: save_model(best, staging, dtype=dtype))
 
     def checkpoint(state: Checkpoint, record: dict[str, Any]) -> None:
         folder.save_checkpoint(record["step"], lambda path: save_state(state, path))

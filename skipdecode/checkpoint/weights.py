@@ -372,6 +372,11 @@ def save_model(model: Decoder, folder: str | Path, *, dtype: torch.dtype | None 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
+    if isinstance(model.config, WrappedConfig):
+        from skipdecode.model.wrapped.save import save_wrapped  # loads transformers
+
+        save_wrapped(model, folder, dtype)
+        return
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
         parts = hf_parts(name, model.config)

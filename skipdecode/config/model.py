@@ -17,6 +17,9 @@ Quantization = Literal["int8"]
 WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
 """Bytes per weight while decoding. int8: one scale per output channel; the embedding is not quantised."""
 
+OWN_KEYS = ("skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv")
+"""Keys of config.json that transformers does not know: what training and calibration have found."""
+
 KV_ALIGNMENT = 16
 """Elements that every address and stride of a KV cache is a multiple of, so that kernels load 16 bytes at a time."""
 
@@ -358,7 +361,7 @@ class DecoderConfig:
         ends = self.eos_token_id
         raw["eos_token_id"] = ends if isinstance(ends, int) else list(ends) or None
         raw["swiftkv"] = None if self.swiftkv is None else vars(self.swiftkv)
-        for key in ("skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv"):
+        for key in OWN_KEYS:
             if raw[key] is None:
                 del raw[key]
         return raw

@@ -44,6 +44,8 @@ class WrappedConfig(DecoderConfig):
     """[L] the parts of each layer; empty if the layers run whole or not at all."""
     whole_layers_because: str = ""
     tie_word_embeddings: bool = False
+    has_router_loss: bool = False
+    """config.json asks for the loss that balances experts (`output_router_logits`), which no training here adds."""
     rules: TokenizerRules = field(default_factory=TokenizerRules)
     """`tokenizer_rules`: those of our family of that type, where there is one."""
 
@@ -100,4 +102,4 @@ class WrappedConfig(DecoderConfig):
         return False
 
     def to_dict(self) -> dict[str, Any]:
-        raise ValueError("model.source: a model of transformers' implementation cannot be saved yet")
+        raise AssertionError("transformers writes the config.json of its models (skipdecode.model.wrapped.save)")

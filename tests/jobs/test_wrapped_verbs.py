@@ -18,12 +18,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from actors.generator import Generator
 from actors.generator_config import GeneratorConfig
 from jobs import calibrate, distill, doctor, finetune, generate, verify
+from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
+from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
 from skipdecode.schedules.from_config import make_schedule
+from tests.support.finetune_helpers import validations, write_pairs
 from tests.support.service_helpers import local, make_endpoint
 from tests.support.verbs import Call
 from tests.support.wrapped_models import L, naive_logits, save
@@ -200,7 +203,9 @@ def test_other_verbs_refuse_it(gemma: Path, tmp_path: Path, call: Call) -> None:
     pairs.write_text('{"prompt": "a", "response": "b"}\n')
     data = [f"data.path={pairs}", f"data.validation={pairs}", f"output.path={tmp_path / 'out'}"]
     given: list[tuple[Any, list[str], str]] = [
-        (finetune, data, "training needs a model of a family of ours"),
+        (finetune, [*data, "train.lora={rank: 4}"], "train.lora: training an adapter needs a model of a family"),
+        (finetune, [*data, "train.parallel=fsdp"], "train.parallel: fsdp needs a model of a family of ours"),
+        (finetune, [*data, "model.swiftkv={kv_layers: 3}"], "model.swiftkv: SwiftKV needs a model of a family of ours"),
         (distill, [*data, "model.swiftkv={kv_layers: 3}"], "needs a model of a family of ours"),
         (calibrate, [f"output={tmp_path / 'out'}", f"input.path={pairs}"], "calibration needs a model"),
     ]
@@ -230,3 +235,29 @@ def test_the_endpoint_serves_it(kind: str, scheduler: str, folder_of: Callable[[
     assert answer.status_code == 200, answer.text
     offline = [one.tokens for one in answers if isinstance(one, Completion)]
     assert [choice["token_ids"] for choice in answer.json()["choices"]] == offline
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
+def test_finetune_trains_it(kind: str, folder_of: Callable[[str], Path], tmp_path: Path, call: Call) -> None:
+    """And writes a folder that transformers opens, with the schedule that `generate` uses by default."""
+    pairs, output = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "tuned"
+    keys = {"epochs": 12, "batch_size": 64, "learning_rate": 0.005, "warmup_steps": 5, "horizon": 7, "log_every": 1}
+    keys |= {"validate_every": 12, "precision": "float32", "schedules": [{"method": "full"}, DECODE]}
+    arguments: list[object] = [f"train.{key}={json.dumps(value)}" for key, value in keys.items()]
+    arguments += [f"data={{path: {pairs}, validation: {pairs}}}", f"model.source={folder_of(kind)}", "-o", output]
+    code, _, err = call(finetune, *arguments, "output.dtype=float32")
+    assert code == 0, err
+    losses = [max(record.values()) for record in validations(output).values()]
+    assert losses[-1] < 0.3 * losses[0], losses
+    config = read_config(output)
+    assert config.implementation == "transformers"
+    assert config.skip_decode == DECODE | {"method": "skipdecode", "horizon": 7}
+    model, tokenizer = load_model(output), Tokenizer(output, config)
+    reference = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32, attn_implementation="eager").eval()
+    schedule = make_schedule(config.skip_decode, num_layers=L, max_new_tokens=8)
+    (prompt,) = tokenizer.encode(["say ef"])
+    (made,) = decode_batch(model, [Request("", prompt, Sampling(8))], schedule).completions
+    assert tokenizer.decode(made.tokens) == "efef"
+    assert naive_logits(reference, prompt, made.tokens, schedule).argmax(-1).tolist() == made.tokens

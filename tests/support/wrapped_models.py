@@ -93,6 +93,13 @@ def save(kind: str, folder: Path, **others: Any) -> PreTrainedModel:
 @torch.no_grad()
 def naive_logits(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], schedule: Schedule) -> Tensor:
     """[tokens of the answer, V]: from what each token of `answer` is chosen behind `prompt` under `schedule`."""
+    return logits_with_gradients(model, prompt, answer, schedule)
+
+
+def logits_with_gradients(
+    model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], schedule: Schedule
+) -> Tensor:
+    """`naive_logits` for a backward pass."""
     plans = [schedule.step(k) for k in range(len(answer) - 1)]
     ends = [len(prompt) + sum(plan.attn[layer] for plan in plans) for layer in range(L)]
     feeds = [len(prompt) + sum(plan.ffn[layer] for plan in plans) for layer in range(L)]

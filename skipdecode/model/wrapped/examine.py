@@ -51,6 +51,7 @@ def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> Wr
     tied = bool(getattr(config, "tie_word_embeddings", False))
     own = _look_at_layers(config, sizes["num_hidden_layers"])
     own |= {"type_name": str(raw["model_type"]), "rules": rules, "tie_word_embeddings": tied}
+    own["has_router_loss"] = bool(getattr(text, "output_router_logits", False))
     return WrappedConfig(**known | own)
 
 

@@ -79,7 +79,8 @@ class HollowModel:
     def arguments(self, positions: Tensor) -> Sequence[Arguments]:
         """[L] what the layers are given for tokens at `positions` [B, T]."""
         if self._newest is None or self._newest[0] is not positions:
-            self.embed(torch.zeros_like(positions), positions)
+            with torch.no_grad():  # of arguments, so that recomputing a layer saves the tensors that its first call did
+                self.embed(torch.zeros_like(positions), positions)
         assert self._newest is not None
         return self._newest[1]
 

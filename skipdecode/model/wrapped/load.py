@@ -37,7 +37,7 @@ def load_wrapped(
     do not belong, or says that the proof failed."""
     theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=theirs,
@@ -95,7 +95,8 @@ def prove(decoder: WrappedDecoder) -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Meanwhile transformers shows none."""
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
