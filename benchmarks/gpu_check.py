@@ -30,7 +30,7 @@ from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed, Found
 from benchmarks.gpu.corpus import check_corpus
 from benchmarks.gpu.decoding_checks import SMALL, check_batches, check_captures, check_larger, check_speed, check_tokens
 from benchmarks.gpu.machine_checks import check_device, check_kernels, nvidia_smi
-from benchmarks.gpu.method_checks import SMALL_GROUPED, check_grouped, check_prefixes, check_sampled
+from benchmarks.gpu.method_checks import SMALL_GROUPED, check_grouped, check_prefixes, check_sampled, check_swiftkv
 from benchmarks.gpu.overlap import check_overlap
 from benchmarks.gpu.predictions import PLANNED
 from benchmarks.gpu.replays import check_replays
@@ -56,6 +56,7 @@ CHECKS: dict[str, Check] = {
     "larger": check_larger,  # from here on each check builds what it needs
     "grouped": check_grouped,
     "corpus": check_corpus,
+    "swiftkv": check_swiftkv,
     "prefixes": check_prefixes,
     "overlap": check_overlap,
     "exact": check_exact,
@@ -172,6 +173,7 @@ def dry_context() -> CheckContext:
     timed is judged by nothing. For the rest of this process."""
     device.CPU = CudaBackend(TorchKernels())  # type: ignore[assignment]
     attention.MAX_NEW_SHAPE_S, attention.MIN_OF_BEST = math.inf, 0.0
+    torch.set_num_threads(1)  # where others compute too, two threads wait for each other in every product so small
     config = config_of(TINY)
     sizes = {"rows": (2, 4), "prompt_tokens": 8, "new_tokens": 6, "context_tokens": 32, "cache_bytes": 1 << 20}
     sizes |= {"grouped": config_of(TINY_GROUPED), "corpus_prompts": (3, 12), "corpus_answers": (2, 20)}

@@ -27,7 +27,7 @@ MIN_FRACTION = 0.5  # of the roofline, below which a kernel does not do what it 
 MAX_GROWTH = 256 << 20  # bytes that torch may reserve more over batches of mixed lengths
 FIRST_BATCHES = 3  # of these, the largest among them; what they reserve stays
 ITEMSIZE = 2  # bfloat16
-SMALL = {
+SMALL: dict[str, Any] = {
     "model_type": "opt", "vocab_size": 512, "hidden_size": 256, "ffn_dim": 1024, "num_attention_heads": 4,
     "num_hidden_layers": 4, "max_position_embeddings": 512, "eos_token_id": 2,
 }  # fmt: skip
@@ -36,17 +36,30 @@ SMALL = {
 def check_tokens(context: CheckContext) -> Found:
     """float32 tokens of a small model are those of a CPU, greedy and sampled, with graphs and without."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    return equal_tokens(context, random_model(config_of(SMALL), device="cpu", dtype=torch.float32))
+    return equal_tokens(context, small_model(SMALL))
 
 
-def equal_tokens(context: CheckContext, here: Decoder) -> Found:
-    """Decodes with a float32 model of SMALL's size on the CPU, moves it to the device, and compares the
-    tokens."""
+@torch.no_grad()
+def small_model(raw: dict[str, Any]) -> Decoder:
+    """A float32 model on the CPU whose tokens depend on all of its layers, and on all columns of the prompt. Those of
+    `random_model` depend on its embeddings alone: norms as small as its weights leave nothing of what layers add."""
+    model = random_model(config_of(raw), device="cpu", dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.fill_(1.0)
+        elif weight.dim() == 2 and not name.startswith("embed"):
+            weight.mul_(weight.shape[1] ** -0.5 / weight.std())  # products keep the size of their states
+    return model
+
+
+def equal_tokens(context: CheckContext, here: Decoder, swiftkv_from: int | None = None) -> Found:
+    """Decodes with a float32 model of SMALL's size on the CPU, moves it to the device, and compares the tokens.
+    `swiftkv_from` as in `make_schedule`."""
     lengths, num_new = ([1, 9, 40], 8) if context.is_dry else ([1, 9, 40, 200, 130], 24)
     requests = context.requests(lengths, num_new, here.config.vocab_size)
     drawn = [replace(one, sampling=replace(one.sampling, temperature=0.8, top_p=0.95)) for one in requests]
     decode = {"method": "skipdecode", "max_layers": 3, "min_layers": 2}
-    schedule = make_schedule(decode, num_layers=4, max_new_tokens=num_new)
+    schedule = make_schedule(decode, num_layers=4, max_new_tokens=num_new, swiftkv_from=swiftkv_from)
     kinds = {"greedy": requests, "sampled": drawn}
     wanted = {kind: generate(here, rows, schedule).completions for kind, rows in kinds.items()}
     there = here.to(context.device).pack()

@@ -1,27 +1,28 @@
 """Checks of what else a corpus uses beside greedy steps of a model like OPT: heads that share keys and values, sampled
-tokens, and prompts that begin alike."""
+tokens, SwiftKV, and prompts that begin alike."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 
 from actors.measuring.bench import random_model
 from actors.memory import DeviceMemory
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
-from benchmarks.gpu.decoding_checks import SMALL, captured_and_timed, equal_tokens
+from benchmarks.gpu.decoding_checks import ITEMSIZE, SMALL, captured_and_timed, equal_tokens, small_model
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
+from skipdecode.cost.roofline import BatchShape, predict_s
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import BatchStats, Completion
-from skipdecode.families import config_of
 from skipdecode.model.decoder import Decoder
-from skipdecode.schedules.schedule import FullDepth
+from skipdecode.schedules.schedule import FullDepth, Schedule, SwiftKVPrefill
 
-SMALL_GROUPED = {
+SMALL_GROUPED: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 512, "eos_token_id": 2,
     "tie_word_embeddings": False,
@@ -29,6 +30,8 @@ SMALL_GROUPED = {
 DRAWN = {"drawn": {"temperature": 0.8}, "drawn, top_p": {"temperature": 0.8, "top_p": 0.95}}
 MAX_DRAW_MS = 5.0
 """Milliseconds of a step that drawing may take; more is a kernel that does not do what it should."""
+MAX_OF_PROMPTS = 0.8
+"""The share of the time of prompts that SwiftKV with half of the layers may take."""
 HEAD = 0.8
 """The share of a prompt that all rows have in common."""
 MAX_OF_SHARED = 0.7
@@ -41,7 +44,7 @@ def check_grouped(context: CheckContext) -> Found:
     large one."""
     context.release()
     torch.backends.cuda.matmul.allow_tf32 = False
-    small = equal_tokens(context, random_model(config_of(SMALL_GROUPED), device="cpu", dtype=torch.float32))
+    small = equal_tokens(context, small_model(SMALL_GROUPED))
     if context.grouped is None:
         return not_run("no such shape is asked for") | {"tokens": small}
     found: Found = {"tokens": small}
@@ -78,12 +81,47 @@ def check_sampled(context: CheckContext) -> Found:
     return found
 
 
+def check_swiftkv(context: CheckContext) -> Found:
+    """SwiftKV: tokens of a small float32 model are a CPU's; prompts of a large one take what their layers cost."""
+    context.release()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    small = small_model(SMALL_GROUPED).with_swiftkv(2)
+    found: Found = {"tokens": equal_tokens(context, small, swiftkv_from=2)}
+    context.note(found)
+    if context.grouped is None:
+        return not_run("no shape of grouped heads is asked for") | found
+    ceilings = context.ceilings  # before the model takes the memory
+    layers, rows, columns = context.grouped.num_hidden_layers, min(context.rows), context.context_tokens // 2
+    kept = -(-layers // 2)
+    model = random_model(context.grouped, device=str(context.device), dtype=torch.bfloat16).with_swiftkv(kept).pack()
+    full = FullDepth(layers)
+    schedules: dict[str, Schedule] = {"full": full, "swiftkv": SwiftKVPrefill(full, kept)}
+    shape = BatchShape(columns, [rows])
+    predicted = {
+        name: predict_s(model.config, schedule, ceilings, shape, itemsize=ITEMSIZE)[0]
+        for name, schedule in schedules.items()
+    }
+    found |= {"rows": rows, "prompt_tokens": columns, "predicted_s": predicted, "prompts_s": {}}
+    found["predicted_of_full"] = predicted["swiftkv"] / predicted["full"]
+    context.note(found)
+    requests = context.requests([columns] * rows, 2, context.grouped.vocab_size)
+    seconds: dict[str, float] = found["prompts_s"]  # type: ignore[assignment]
+    for name, schedule in schedules.items():
+        generate(model, requests, schedule)  # compiles what is not compiled yet
+        seconds[name] = median(generate(model, requests, schedule).stats.prefill_s for _ in range(REPEATS))
+        context.note(found)
+    found["of_full"] = share = seconds["swiftkv"] / seconds["full"]
+    if context.device.type == "cuda" and share > MAX_OF_PROMPTS:
+        raise CheckFailed(f"with half of the layers prompts take {share:.0%} of the time", found)
+    return found
+
+
 def check_prefixes(context: CheckContext) -> Found:
     """Prompts that begin alike: a small float32 model has the same tokens whether their head is run once or by each;
     in a large one it saves time."""
     context.release()
     torch.backends.cuda.matmul.allow_tf32 = False
-    small = random_model(config_of(SMALL), device=str(context.device), dtype=torch.float32).pack()
+    small = small_model(SMALL).to(context.device).pack()
     alike = beginning_alike(context, 8, 60, small.config.vocab_size)
     apart, together = (_with_head(small, alike, 48, shares=shares)[0] for shares in (False, True))
     wrong = sum(ours.tokens != theirs.tokens for ours, theirs in zip(together, apart, strict=True))

@@ -1,8 +1,8 @@
 """What each check of `benchmarks.gpu_check` is expected to find, written down before it runs, and how long it may take.
 
 Figures are of one H200 (bfloat16, random weights) by the cost model, good to 15 to 20 %; where an H100 has been
-measured, that is said; seconds of jobs are guesses. `corpus` also computes predictions of its own, at the rates
-measured on the device, before it times anything.
+measured, that is said; seconds of jobs are guesses. `corpus` and `swiftkv` also compute predictions
+of their own, at the rates measured on the device, before they time anything.
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ PLANNED: dict[str, Planned] = {
         "full batches and packed prompts 18,900 and 29,900; 10,100 and 13,000; 17,500 and 27,200. Full depth reaches "
         "0.5 to 0.7 of the ceiling until batches are full; 0.7 to 0.8 of the rows that run are useful"
     ),
+    "swiftkv": Planned("tokens are a CPU's; prompts take 0.53 of their time with half of the layers"),
     "prefixes": Planned("tokens are equal; prompts take a quarter of their time, steps as long as without sharing"),
     "overlap": Planned("two parts on two GPUs take 1.0 to 1.2 times as long as one"),
     "exact": Planned("every float32 token is transformers', but for a tie in perhaps one row of a thousand"),

@@ -2,6 +2,7 @@
 it is for. Speed means nothing here, and is only computed; what runs in processes of its own has its own tests."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,16 +17,19 @@ from benchmarks.gpu import attention, machine_checks, overlap
 from benchmarks.gpu import decoding_checks as decoding
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, not_run
 from benchmarks.gpu.decoding_checks import check_batches, rows_that_fit
+from benchmarks.gpu.method_checks import SMALL_GROUPED
 from benchmarks.gpu_check import CHECKS, NEEDS, TINY, TINY_GROUPED, main, run_checks, table
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine import cuda_graphs as cuda_graphs
 from skipdecode.engine.cuda_graphs import CudaGraphs
+from skipdecode.engine.generate import generate
 from skipdecode.engine.prefill import rows_at_once
 from skipdecode.engine.request import Request
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder
+from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
 PROCESSES = {"lane", "sanitizer", "job", "exact", "corpus"}
@@ -204,6 +208,43 @@ def test_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaGraphs, "_step", off_by_one)
     assert (
         first_wrong("tokens") == "tokens: captured, greedy: tokens of rows 0 of a small float32 model are not a CPU's"
+    )
+
+
+@pytest.mark.parametrize("raw", [decoding.SMALL, SMALL_GROUPED], ids=["opt", "llama"])
+def test_tokens_of_a_small_model_depend_on_every_layer(raw: dict[str, object]) -> None:
+    """On half a head of each, or equal tokens would say nothing of the kernels."""
+    requests = context().requests([1, 9, 40], 8, 512)
+    model = decoding.small_model(raw)
+
+    def tokens() -> list[list[int]]:
+        return [one.tokens for one in generate(model, requests, FullDepth(4)).completions]
+
+    wanted = tokens()
+    for layer in model.layers:
+        for weight in (layer.out_proj.weight, layer.fc2.weight):
+            before = weight.clone()
+            weight[:, :32] = 0.0
+            assert tokens() != wanted
+            weight.copy_(before)
+    assert tokens() == wanted
+
+
+def test_swiftkv_that_is_not_a_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the weights that only SwiftKV uses are others on the device: what has no part in it is not looked at."""
+    move = Decoder.to
+
+    def moved(model: Decoder, *args: object, **keys: object) -> Decoder:
+        if model.swiftkv is not None:
+            for weight in model.swiftkv.parameters():
+                weight.neg_()
+        return move(model, *args, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "to", moved)
+    found = run_checks(context(is_dry=True), {"swiftkv": CHECKS["swiftkv"]}, lambda _: None)
+    assert re.fullmatch(
+        "swiftkv: without graphs, greedy: tokens of rows [0-2, ]+ of a small float32 model are not a CPU's",
+        str(found["wrong"]),
     )
 
 
