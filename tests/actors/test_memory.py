@@ -171,6 +171,25 @@ def test_torchs_allocator_grows_its_segments_unless_the_user_says_otherwise(monk
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:256"
 
 
+def test_a_worker_tells_the_allocator_before_it_uses_its_gpu(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads the variable as CUDA starts."""
+    for name in memory.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    seen: list[str | None] = []
+
+    def of(_device: torch.device) -> DeviceMemory:
+        seen.append(next(filter(None, map(os.environ.get, memory.ALLOCATOR_VARIABLES)), None))
+        return DeviceMemory(1 << 16, 1 << 16, 0)
+
+    monkeypatch.setattr(DeviceMemory, "of", of)
+    with pytest.raises(ValueError, match=r"actors\.num_gpus"):
+        build(tiny_checkpoint, device="cuda")
+    assert seen[0] == "expandable_segments:True"
+
+
 def test_rows_of_a_gpu_are_rungs_whatever_is_free(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes more or less from run to run must not make other shapes; full depth has to fit, too."""
     made = build(tiny_checkpoint, batch_size=None, baseline_fraction=0.5)
