@@ -8,7 +8,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Where it is set, each process that Ray or a test starts compiles torch and Ray anew, which takes 4 to 6 s.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo demo-chat test test-fast test-ray test-all chaos mutants check docs bench gpu baselines quality clean
+.PHONY: help setup setup-dev demo demo-chat test test-fast test-ray test-all test-floor chaos mutants check docs bench gpu baselines quality clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,16 @@ help:  ## this list
 .venv/installed-test: pyproject.toml | .venv/bin/pip
 	$(PIP) '.[test]'
 	@touch $@ .venv/installed
+
+# The oldest transformers of pyproject.toml, and what it needs, in front of the packages of .venv.
+FLOOR := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+.venv/floor/installed: pyproject.toml .venv/installed-test
+	$(PYTHON) -m venv --clear .venv/floor
+	@rest=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	own=$$(.venv/floor/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$rest')" > $$own/rest.pth
+	.venv/floor/bin/pip install --no-compile --disable-pip-version-check 'transformers==$(FLOOR)'
+	@touch $@
 
 .venv/installed-docs: pyproject.toml | .venv/bin/pip
 	$(PIP) '.[docs]'
@@ -53,6 +63,9 @@ test-ray: .venv/installed-test  ## the tests that start Ray
 
 test-all: .venv/installed-test  ## the slow tests, too
 	$(BIN)/python -m pytest --hypothesis-profile=thorough
+
+test-floor: .venv/floor/installed  ## models and tokenizers with the oldest transformers that pyproject.toml allows
+	.venv/floor/bin/python -m pytest -n auto --dist worksteal -m "not ray" tests/skipdecode/checkpoint tests/skipdecode/model/wrapped
 
 TRIALS ?= 100
 SEED ?= 0

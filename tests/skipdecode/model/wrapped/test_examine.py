@@ -13,8 +13,8 @@ from skipdecode.config.wrapped import WrappedConfig
 from tests.support.wrapped_models import L, small_config, small_model
 
 REFUSED = {
-    "mamba": "layer_types: its layers of type linear_attention keep a state",
-    "qwen3_next": "layer_types: its layers of type linear_attention keep a state",
+    "mamba": "layer_types: its layers of type (linear_attention|mamba) keep a state",
+    "qwen3_next": "layer_types: its layers of type (linear_attention|mamba) keep a state",
     "falcon_h1": "layer_types: its layers of type hybrid keep a state",
     "bloom": "model_type 'bloom' has no max_position_embeddings",
     "rwkv": "model_type 'rwkv' has no num_attention_heads",
