@@ -34,8 +34,9 @@ from benchmarks.gpu.method_checks import SMALL_GROUPED, check_grouped, check_pre
 from benchmarks.gpu.overlap import check_overlap
 from benchmarks.gpu.predictions import PLANNED
 from benchmarks.gpu.replays import check_replays
+from benchmarks.gpu.soak import check_soak
 from benchmarks.gpu.subprocess_checks import check_job, check_lane, check_sanitizer
-from benchmarks.gpu.transformers_checks import check_exact, check_wrapped
+from benchmarks.gpu.transformers_checks import check_exact, check_peers, check_wrapped
 from skipdecode.backends import device
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.torch_kernels import TorchKernels
@@ -58,9 +59,11 @@ CHECKS: dict[str, Check] = {
     "corpus": check_corpus,
     "swiftkv": check_swiftkv,
     "prefixes": check_prefixes,
+    "soak": check_soak,
     "overlap": check_overlap,
     "exact": check_exact,
     "wrapped": check_wrapped,
+    "peers": check_peers,
     "sanitizer": check_sanitizer,
     "job": check_job,
 }

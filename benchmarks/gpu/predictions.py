@@ -1,8 +1,8 @@
 """What each check of `benchmarks.gpu_check` is expected to find, written down before it runs, and how long it may take.
 
 Figures are of one H200 (bfloat16, random weights) by the cost model, good to 15 to 20 %; where an H100 has been
-measured, that is said; seconds of jobs are guesses. `corpus` and `swiftkv` also compute predictions
-of their own, at the rates measured on the device, before they time anything.
+measured, that is said; seconds of jobs and ratios to others are guesses. `corpus` and `swiftkv` also compute
+predictions of their own, at the rates measured on the device, before they time anything.
 """
 
 from dataclasses import dataclass
@@ -38,9 +38,11 @@ PLANNED: dict[str, Planned] = {
     ),
     "swiftkv": Planned("tokens are a CPU's; prompts take 0.53 of their time with half of the layers"),
     "prefixes": Planned("tokens are equal; prompts take a quarter of their time, steps as long as without sharing"),
+    "soak": Planned("a batch that does not fit, bad rows and a failed capture change nothing else; memory stays flat"),
     "overlap": Planned("two parts on two GPUs take 1.0 to 1.2 times as long as one"),
     "exact": Planned("every float32 token is transformers', but for a tie in perhaps one row of a thousand"),
     "wrapped": Planned("every float32 token is transformers' own"),
+    "peers": Planned("we make 3 times the tokens of generate, compiled with a static cache"),
     "sanitizer": Planned("no error in our kernels", 150),
     "job": Planned("256 rows come back, by Triton's kernels, in 40 s, most of them Ray's", 180, needs_ray=True),
 }

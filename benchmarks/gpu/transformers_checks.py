@@ -1,14 +1,18 @@
-"""Checks beside transformers: equal tokens in float32, also of models that transformers' own layers run."""
+"""Checks beside transformers: equal tokens in float32, also of models that transformers' own layers run, and the speed
+of its `generate`."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from actors.measuring.bench import random_model
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
 from benchmarks.gpu.subprocess_checks import ROOT, absent, missing
-from benchmarks.peer_engines import Prompts
+from benchmarks.peer_engines import Prompts, Spec
+from benchmarks.peer_worker import Contestant, PeerError
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
@@ -24,6 +28,10 @@ ROWS, PROMPTS, NEW = 64, (4, 96), 64
 DRY_ROWS, DRY_NEW = 4, 6
 NEAR_TIE = 2e-3
 """Logits nearer to each other than this are a tie in float32, whose sums differ in their order."""
+OURS = "full"
+PEERS, DRY_PEERS = ("hf-static-compiled",), ("hf-dynamic",)
+"""Engines of `benchmarks.peer_engines`; a dry run does not wait for torch's compiler."""
+THREADS = 8
 WRAPPED = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 512, "initializer_range": 0.2}
 """A GPT-2, which no family of ours takes."""
 
@@ -107,3 +115,45 @@ def equal_to_transformers(context: CheckContext, model: Decoder, folder: Path) -
         ties += 0 < most <= NEAR_TIE
         wrong += most > NEAR_TIE
     return {"rows": len(made), "new_tokens": num_new, "ties": int(ties), "wrong_rows": int(wrong)}
+
+
+def check_peers(context: CheckContext) -> Found:
+    """Times transformers' `generate`, compiled with a static cache, on the same device, prompts and number of tokens as
+    our full depth; each in a process of its own."""
+    context.release()
+    if why := missing(("transformers",)):
+        return not_run(why)
+    rows = min(context.rows) if context.is_dry else max(context.rows)
+    chosen = [one.prompt_tokens for one in context.requests([context.prompt_tokens] * rows, 1)]
+    dtype, threads = ("float32", 1) if context.is_dry else ("bfloat16", THREADS)
+    found: Found = {"rows": rows, "prompt_tokens": context.prompt_tokens, "new_tokens": context.new_tokens}
+    speeds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        save_model(random_model(context.config, device=str(context.device), dtype=getattr(torch, dtype)), folder)
+        context.release()
+        for name in (OURS, *(DRY_PEERS if context.is_dry else PEERS)):
+            spec = Spec(name, folder, folder, dtype, context.device.type, threads, rows)
+            found[name] = one = timed_engine(spec, chosen, context.new_tokens)
+            if "tokens_per_s" in one:
+                speeds[name] = float(str(one["tokens_per_s"]))
+            context.note(found)
+    if OURS not in speeds:
+        raise CheckFailed("our own engine did not run", found)
+    best = max((name for name in speeds if name != OURS), key=lambda name: speeds[name], default=None)
+    if best is None:
+        raise CheckFailed("none of transformers' engines ran", found)
+    found["speedup_over_best"] = speeds[OURS] / speeds[best]
+    if context.device.type == "cuda" and speeds[OURS] < speeds[best]:
+        raise CheckFailed(f"{best} makes {speeds[best]:.0f} tokens/s, and we {speeds[OURS]:.0f}", found)
+    return found
+
+
+def timed_engine(spec: Spec, chosen: Sequence[list[int]], num_new: int) -> Found:
+    """Tokens per second of the second of two runs, and the seconds of the first; `refused` says why an engine fails."""
+    try:
+        with Contestant(spec) as engine:
+            first_s, _ = engine.run(list(chosen), num_new)
+            seconds, tokens = engine.run(list(chosen), num_new)
+    except PeerError as error:
+        return {"refused": str(error)}
+    return {"first_s": first_s, "seconds": seconds, "tokens_per_s": sum(map(len, tokens)) / seconds}

@@ -32,7 +32,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
-PROCESSES = {"lane", "sanitizer", "job", "exact", "corpus"}
+PROCESSES = {"lane", "sanitizer", "job", "exact", "peers", "corpus", "soak"}
 """Run in processes of their own, or with a context that is dry."""
 SHAPE = config_of(TINY)
 
@@ -123,20 +123,22 @@ def test_it_goes_on_behind_what_is_wrong_and_ends_with_a_table() -> None:
     assert lines[5] == ["overlap", "left"]
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.timeout(1800)
-def test_a_dry_run_tries_every_check_on_a_cpu(tmp_path: Path) -> None:
-    """In a process of its own, whose back end it replaces; a job on Ray included."""
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--dry-run", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"wrong": None, "dry_run": True}
-    lines = done.stderr.split("dry run, no GPU was used:\n")[1].splitlines()
-    states = {line.split()[0]: line[11:19].strip() for line in lines}
-    not_run = ("lane", "sanitizer", "overlap", "replays")  # for want of a device, of two, and of its kernels
-    assert states == dict.fromkeys(CHECKS, "well") | dict.fromkeys(not_run, "not run")
-    assert not list(tmp_path.iterdir())
+def test_a_dry_run_goes_on_and_ends_with_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_context: CheckContext) -> dict[str, object]:
+        raise CheckFailed("it smokes")
+
+    monkeypatch.setattr(gpu_check, "dry_context", context)
+    monkeypatch.setattr(gpu_check, "CHECKS", {"device": lambda _: {}, "soak": broken, "job": lambda _: not_run("no")})
+    assert main(["--dry-run", "--keep-going"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"wrong": "soak: it smokes", "dry_run": True}
+    lines = told.err.splitlines()[-4:]
+    assert lines[0] == "dry run, no GPU was used:"
+    assert [line.split()[:2] for line in lines[1:]] == [["device", "well"], ["soak", "WRONG"], ["job", "not"]]
+    assert main(["--dry-run"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].split() == ["job", "left"]
 
 
 def test_kernels_that_read_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:

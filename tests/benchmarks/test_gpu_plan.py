@@ -1,8 +1,11 @@
 """What `make gpu` is expected to find, its limits, and the calls of benchmarks/gpu/plan.md."""
 
+import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -54,6 +57,27 @@ def test_the_plan_has_every_check_and_calls_below_ten_minutes(capsys: pytest.Cap
     assert max(by_part.values()) < CALL_S
     outputs = [call[call.index("--output") + 1] for call in calls()]
     assert len(set(outputs)) == len(outputs), "a file is named by day and device"
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("call", calls(), ids=lambda call: call[call.index("--output") + 1])
+def test_a_dry_run_tries_every_check_on_a_cpu(
+    call: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each call of the plan, in a process of its own, whose back end it replaces; jobs on Ray included."""
+    assert main([*call[5:], "--list"]) == 0
+    wanted = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    command = [sys.executable, *call[3:], "--dry-run", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"wrong": None, "dry_run": True}
+    lines = done.stderr.split("dry run, no GPU was used:\n")[1].splitlines()
+    states = {line.split()[0]: line[11:19].strip() for line in lines}
+    not_run = {"lane", "sanitizer", "overlap", "replays"}  # for want of a device, of two, and of its kernels
+    assert states == {name: "not run" if name in not_run else "well" for name in wanted}
+    assert not list(tmp_path.iterdir())
 
 
 def test_some_checks_with_what_they_need() -> None:
