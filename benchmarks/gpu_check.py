@@ -29,6 +29,7 @@ from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed, Found, LimitReached, not_run
 from benchmarks.gpu.corpus import check_corpus
 from benchmarks.gpu.decoding_checks import SMALL, check_batches, check_captures, check_larger, check_speed, check_tokens
+from benchmarks.gpu.job_checks import check_resume
 from benchmarks.gpu.machine_checks import check_device, check_kernels, nvidia_smi
 from benchmarks.gpu.method_checks import SMALL_GROUPED, check_grouped, check_prefixes, check_sampled, check_swiftkv
 from benchmarks.gpu.overlap import check_overlap
@@ -66,6 +67,7 @@ CHECKS: dict[str, Check] = {
     "peers": check_peers,
     "sanitizer": check_sanitizer,
     "job": check_job,
+    "resume": check_resume,
 }
 NEEDS = dict.fromkeys(("batches", "replays", "speed", "sampled"), "captures")
 """Checks of the model that another one builds."""

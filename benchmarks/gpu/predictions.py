@@ -45,5 +45,6 @@ PLANNED: dict[str, Planned] = {
     "peers": Planned("we make 3 times the tokens of generate, compiled with a static cache"),
     "sanitizer": Planned("no error in our kernels", 150),
     "job": Planned("256 rows come back, by Triton's kernels, in 40 s, most of them Ray's", 180, needs_ray=True),
+    "resume": Planned("20,000 rows once each after SIGKILL; resuming takes 40 s", needs_ray=True),
 }
 """By check, in the order in which they run."""

@@ -32,7 +32,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
-PROCESSES = {"lane", "sanitizer", "job", "exact", "peers", "corpus", "soak"}
+PROCESSES = {"lane", "sanitizer", "job", "resume", "exact", "peers", "corpus", "soak"}
 """Run in processes of their own, or with a context that is dry."""
 SHAPE = config_of(TINY)
 

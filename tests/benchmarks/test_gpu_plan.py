@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu.check_context import CheckContext, Found
+from benchmarks.gpu import job_checks
+from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found
+from benchmarks.gpu.job_checks import killed
 from benchmarks.gpu.predictions import LIMIT_S, PLANNED
 from benchmarks.gpu.transformers_checks import equal_to_transformers
 from benchmarks.gpu_check import CHECKS, TINY, chosen_checks, limited, main, run_checks
@@ -32,7 +34,7 @@ def calls() -> list[list[str]]:
 def test_each_check_has_a_prediction_and_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(PLANNED) == list(CHECKS)
     assert {name for name, planned in PLANNED.items() if planned.limit_s > LIMIT_S} == LONGER
-    assert {name for name, planned in PLANNED.items() if planned.needs_ray} == {"job"}
+    assert {name for name, planned in PLANNED.items() if planned.needs_ray} == {"job", "resume"}
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(CHECKS)
@@ -123,3 +125,23 @@ def test_tokens_that_are_not_those_of_transformers(tiny_checkpoint: Path) -> Non
     assert model.final_norm is not None
     model.final_norm.weight.data[::2] *= -1
     assert equal_to_transformers(context, model, tiny_checkpoint)["wrong_rows"] == 4
+
+
+def test_a_driver_is_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_checks, "SETTLE_S", 0.0)
+    folder = tmp_path / "data/status=ok"
+    folder.mkdir(parents=True)
+    code = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\n"
+        f"for n in range(3): pathlib.Path({str(folder)!r}, f'{{n}}.parquet').touch()\n"
+        "time.sleep(600)"
+    )
+    files, seconds = killed([sys.executable, "-c", code], tmp_path, 60)
+    assert sorted(path.name for path in files) == ["0.parquet", "1.parquet", "2.parquet"]
+    assert seconds < 60
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists(), "it is dead"
+    with pytest.raises(CheckFailed, match="the job ended before it could be killed: no model"):
+        killed([sys.executable, "-c", "print('no model')"], tmp_path / "none", 60)
+    with pytest.raises(CheckFailed, match=r"wrote too little in 0\.1 s before"):
+        killed([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "none", 0.1)
