@@ -86,6 +86,19 @@ class PackedSequences(NamedTuple):
     """[N] int64: its own column."""
 
 
+class MergedTokens(NamedTuple):
+    """Where N new tokens of prompts and P cached ones before them are in `PackedPrompts.seen`."""
+
+    new: Tensor
+    """[N] int64"""
+    cached: Tensor
+    """[P] int64"""
+    rows: Tensor
+    """[P] int64: the prompt of each cached one."""
+    positions: Tensor
+    """[P] int64: its position in that prompt."""
+
+
 class PackedPrompts:
     """Left-padded prompts [B, T] packed one after the other without their padding, [N, ...]; or only their ends, if
     earlier tokens are in a cache already."""
@@ -145,6 +158,18 @@ class PackedPrompts:
         counts = [n + cached for n, cached in zip(self._lengths, self._num_cached, strict=True)]
         return self._sequences(counts, to_device(np.cumsum([0, *counts]), self.columns.device), None)
 
+    @cached_property
+    def merged(self) -> MergedTokens:
+        """Where the tokens given and the cached ones are among all (`seen`)."""
+        lengths, cached = np.array(self._lengths), np.array(self._num_cached)
+        total_cached = np.cumsum(cached)
+        rows = np.arange(len(lengths)).repeat(cached)
+        positions = np.arange(cached.sum()) - (total_cached - cached).repeat(cached)
+        starts = np.cumsum(lengths + cached) - lengths - cached
+        lines = np.stack([starts.repeat(cached) + positions, rows, positions])
+        new = np.arange(lengths.sum()) + total_cached.repeat(lengths)
+        return MergedTokens(to_device(new, self.columns.device), *to_device(lines, self.columns.device))
+
     def _sequences(self, counts: Sequence[int], starts: Tensor, num_cached: Tensor | None) -> PackedSequences:
         """So many tokens of each prompt, behind `num_cached` others."""
         device, total = starts.device, sum(counts)
@@ -170,6 +195,40 @@ class PackedPrompts:
         return len(self), self.starts.data_ptr(), self.columns.data_ptr(), num_cached, slots
 
 
+class PrefixGroups(NamedTuple):
+    """The rows of a step that read a shared prefix together, on the device (`prefix_groups`).
+
+    Those of a whole batch serve a step of its last rows too, where `numbers` do not begin with 0.
+    """
+
+    rows: Tensor
+    """[N] int64: rows of the batch with a prefix, those of a group one after the other."""
+    starts: Tensor
+    """[N] int64: where each group begins in `rows`."""
+    sizes: Tensor
+    """[N] int64: the rows of each group; 0 behind the last one."""
+    numbers: Tensor
+    """[B] int64, consecutive: what the rows of the step are in `rows`."""
+
+
+def prefix_groups(places: Sequence[tuple[int, int]], most: int) -> np.ndarray[Any, Any]:
+    """Lines `rows`, `starts` and `sizes` of `PrefixGroups`: [3, N] int64 on the host. `places` [N]: offset and length
+    of each row's prefix as in `SharedPrefix`; `most`: rows of a group."""
+    by_prefix: dict[int, list[int]] = {}
+    for row, (offset, length) in enumerate(places):
+        if length:
+            by_prefix.setdefault(offset, []).append(row)
+    groups = np.zeros((3, len(places)), dtype=np.int64)
+    start = number = 0
+    for rows in by_prefix.values():
+        groups[0, start : start + len(rows)] = rows
+        for at in range(0, len(rows), most):
+            groups[1:, number] = start + at, min(most, len(rows) - at)
+            number += 1
+        start += len(rows)
+    return groups
+
+
 class SharedPrefix(NamedTuple):
     """Keys and values before a row's own, of which several rows read one copy: a prefix that their prompts share."""
 
@@ -180,6 +239,10 @@ class SharedPrefix(NamedTuple):
     """[B] int64: where a row's prefix begins in `k`, as r G S + column, in units of K elements."""
     counts: Tensor
     """[B] int64: the length of a row's prefix; even."""
+    groups: PrefixGroups | None = None
+    """Where the back end has `prefix_group_rows`, in decode steps."""
+    where: Tensor | None = None
+    """As in `GraphKVRange`, of whose `memory` `k` and `v` are then the whole."""
 
 
 class KVRange(NamedTuple):
@@ -219,6 +282,7 @@ class GraphKVRange(NamedTuple):
     """[B] int64: a row's first column."""
     last: Tensor
     """[B] int64: the column that a row writes, the last one that it attends to; or one number, expanded."""
+    shared: SharedPrefix | None = None
 
 
 class Product(Protocol):
@@ -305,6 +369,9 @@ class Backend:
     """`prepare_step` and `decode_attention` take `KVRange.slots`, that is, several new tokens of a row."""
     needs_query_index = False
     """With slots they also need `KVRange.query_index`."""
+    prefix_group_rows: int | None = None
+    """How many rows read a shared prefix together in a decode step, if that needs `SharedPrefix.groups`; None: each
+    reads it by itself, and finds it in a core's cache behind the row before."""
     accepts_fewer_rows = False
     """A step prepared for some rows also runs fewer, the first ones of its KV range."""
     has_matrix_units = False

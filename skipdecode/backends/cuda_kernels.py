@@ -14,6 +14,9 @@ from torch import Tensor
 from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
 from skipdecode.config.model import FeedForwardKind
 
+PREFIX_ROWS = 16
+"""Rows that read a shared prefix together: as many as a tensor core multiplies at once, where each has one query."""
+
 
 @dataclass(frozen=True, eq=False)
 class Heads:
@@ -24,7 +27,8 @@ class Heads:
     kv_heads: int
     head_dim: int
     rotary_table: Tensor | None = None
-    """See `LayerShape.rotary_table`. A row's new token is at position `last - first`."""
+    """See `LayerShape.rotary_table`. A row's new token is at position `last - first`, after those of
+    a prefix that it shares."""
     q_norm: Tensor | None = None
     """[K], the weight of an RMS norm over each head, before the rotary embedding."""
     k_norm: Tensor | None = None
@@ -58,7 +62,8 @@ class Kernels(Protocol):
 
         k, v [B, G K], rows of any stride, are normed, rotated and stored at `last` first; None: they are stored
         already. No other column is read, so the rest of the memory may hold anything. Where `columns` has `slots` and
-        `query_index`, tokens of one slot are all stored before any of them attends.
+        `query_index`, tokens of one slot are all stored before any of them attends. Where it has `shared` prefixes with
+        their `groups`, rows attend to these, too.
         """
 
     def why_no_prompts(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:

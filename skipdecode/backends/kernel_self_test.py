@@ -7,13 +7,22 @@ The reference must not ask for a back end, because the back end is being chosen 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import GATED, GraphKVRange, KVRange, PackedPrompts
+from skipdecode.backends.backend import (
+    GATED,
+    GraphKVRange,
+    KVRange,
+    PackedPrompts,
+    PrefixGroups,
+    SharedPrefix,
+    prefix_groups,
+)
 from skipdecode.backends.cuda_backend import PromptRange, attend_prompts
-from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
+from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Kernels, Norm
 from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.config.model import DecoderConfig, FeedForwardKind
@@ -76,15 +85,18 @@ Run = Callable[[Kernels], Sequence[Tensor]]
 """Returns the outputs of a kernel, and what it has written in place."""
 
 
+Of = Literal["steps", "prompts", "prefixes"]
+"""Which kernels: those of decode steps, those of packed prompts, or those of decode steps whose rows share prefixes."""
+
+
 def self_test(
-    kernels: Kernels, device: torch.device, shape: KernelShape = KernelShape(), *, of_prompts: bool = False
+    kernels: Kernels, device: torch.device, shape: KernelShape = KernelShape(), *, of: Of = "steps"
 ) -> str | None:
     """Says which kernel fails on the device or is wrong; None if all are right. Compiling them takes seconds. Raises
     what the device or its driver raises where memory lacks, which says nothing about kernels.
-
-    `of_prompts`: those of packed prompts, in place of the others.
     """
-    for name, run in _prompt_cases(device, shape) if of_prompts else _cases(device, shape):
+    cases = {"steps": _cases, "prompts": _prompt_cases, "prefixes": _prefix_cases}[of]
+    for name, run in cases(device, shape):
         try:
             pairs = zip(run(kernels), run(TorchKernels()), strict=True)
             error = max(_error(made, expected) for made, expected in pairs)
@@ -190,3 +202,45 @@ def _prompt_cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[st
     yield "prompts", lambda kernels: prompts(kernels, [longest, 1, longest // 2], [0, 0, 0])
     yield "prompts behind a prefix", lambda kernels: prompts(kernels, [longest, 1, longest // 2], [0, 7, 3])
     yield "prompts of one token", lambda kernels: prompts(kernels, [1, 1, 1], [longest, 0, 3])
+
+
+def _prefix_cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[str, Run]]:
+    """Three rows, two of which share a prefix."""
+    rng = torch.Generator().manual_seed(3)
+    H, G, K, longest = shape.heads, shape.kv_heads, shape.head_dim, LAST + (shape.window or 0)
+    length, columns = longest // 2 * 2, 32
+
+    def numbers(*size: int) -> Tensor:
+        return torch.randn(*size, generator=rng).to(device, shape.dtype)
+
+    table = torch.randn(longest + columns, shape.rotary_dim, generator=rng).to(device) if shape.rotary_dim else None
+    q_norm, k_norm = (numbers(K), numbers(K)) if shape.has_qk_norm else (None, None)
+    heads = Heads(H, G, K, table, q_norm, k_norm, epsilon=1e-5, window=shape.window)
+    size, room = 2 * B * G * columns * K, -(-length // 16) * 16
+    memory, qkv = numbers(size + 2 * G * room * K), numbers(B, (H + 2 * G) * K)
+    first, last = torch.zeros(B, dtype=torch.int64, device=device), torch.tensor([LAST], device=device).expand(B)
+    places = [(0, length), (0, 0), (0, length)]
+    offsets, counts = torch.tensor(places, device=device).T.contiguous()
+    lines = torch.from_numpy(prefix_groups(places, PREFIX_ROWS)).to(device)
+    groups = PrefixGroups(lines[0], lines[1], lines[2], torch.arange(B, device=device))
+    where = torch.tensor(
+        [[0, size // 2, G * columns * K, columns * K], [size, size + G * room * K, G * room * K, room * K]],
+        device=device,
+    )
+
+    def attend(kernels: Kernels, *, has_table: bool, each: int = 1) -> Sequence[Tensor]:
+        own = memory.clone()
+        k, v = own[:size].view(2, B, G, columns, K)
+        held = own[size:].view(2, 1, G, room, K)
+        q, new_k, new_v = torch.split(qkv, [H * K, G * K, G * K], dim=1)
+        if has_table:
+            shared = SharedPrefix(own, own, offsets, counts, groups, where[1])
+            return kernels.attend(heads, q, new_k, new_v, GraphKVRange(own, where[0], first, last, shared)), own
+        shared = SharedPrefix(held[0], held[1], offsets, counts, groups)
+        slots, query_index = torch.arange(B, device=device), torch.tensor([[0] * B, [1] * B], device=device)
+        seen = KVRange(k, v, first, last.contiguous(), slots, shared, query_index, each)
+        return kernels.attend(heads, q, new_k, new_v, seen), own
+
+    yield "shared prefixes", lambda kernels: attend(kernels, has_table=False)
+    yield "shared prefixes of graphs", lambda kernels: attend(kernels, has_table=True)
+    yield "shared prefixes of several columns a row", lambda kernels: attend(kernels, has_table=False, each=2)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
+from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts, SharedPrefix
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.flash_attention import reference_attention
 from skipdecode.backends.rope import Rotation, apply_rotary, rotation_at
@@ -27,7 +27,8 @@ class TorchKernels:
         first, last = columns.first, columns.last.expand(len(q))
         slots = columns.slots if isinstance(columns, KVRange) else None
         rows = torch.arange(len(q), device=q.device) if slots is None else slots
-        rotation = rotation_at(heads.rotary_table, (last - first)[:, None])
+        positions = last - first if columns.shared is None else last - first + columns.shared.counts
+        rotation = rotation_at(heads.rotary_table, positions[:, None])
         if k is not None and v is not None:
             keys[rows, :, last] = ready(heads, k, heads.k_norm, rotation)[:, :, 0]
             values[rows, :, last] = v.reshape(len(q), heads.kv_heads, heads.head_dim)
@@ -37,6 +38,13 @@ class TorchKernels:
         sees = (at >= first[:, None]) & (at <= last[:, None])  # [B, S]
         if heads.window is not None:
             sees &= at > last[:, None] - heads.window
+        if columns.shared is not None:
+            *before, sees_before = prefixes_of(columns.shared, heads)
+            if heads.window is not None:
+                at = torch.arange(sees_before.shape[1], device=q.device)
+                sees_before &= at > positions[:, None] - heads.window
+            keys, values = (torch.cat(both, dim=2) for both in zip(before, (keys, values), strict=True))
+            sees = torch.cat([sees_before, sees], dim=1)
         seen = sees[:, None, :, None]
         keys, values = keys.masked_fill(~seen, 0), values.masked_fill(~seen, 0)  # other columns may hold anything
         out = F.scaled_dot_product_attention(
@@ -96,6 +104,23 @@ def normed_by(norm: Norm, x: Tensor) -> Tensor:
     if norm.kind == "rms":
         return F.rms_norm(x, shape, norm.weight, norm.epsilon)
     return F.layer_norm(x, shape, norm.weight, norm.bias, norm.epsilon)
+
+
+def prefixes_of(shared: SharedPrefix, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [B, G, P, K] of each row's shared prefix, and which of their columns it has, [B, P]. Waits for
+    the device."""
+    G, K = heads.kv_heads, heads.head_dim
+    at = torch.arange(int(shared.counts.max()), device=shared.counts.device)
+    has = at < shared.counts[:, None]
+    lines = torch.where(has, shared.offsets[:, None] + at, 0)[:, None]  # [B, 1, P], in units of K
+    found = []
+    for number, memory in enumerate((shared.k, shared.v)):
+        head = shared.k.shape[2] if shared.where is None else int(shared.where[3]) // K
+        begin = 0 if shared.where is None else int(shared.where[number])
+        own = memory.flatten()[begin:]
+        own = own[: len(own) // K * K].view(-1, K)
+        found.append(own[lines + head * torch.arange(G, device=at.device)[:, None]])
+    return found[0], found[1], has
 
 
 def memory_of(columns: KVRange | GraphKVRange, num_rows: int, heads: Heads) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,12 @@ def part_of(first, last, part, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CH
 
 
 @triton.jit
+def prefix_chunk(count, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr):
+    """Columns of each part of a shared prefix of `count` columns."""
+    return tl.maximum(tl.cdiv(tl.cdiv(count, SPLITS), BLOCK) * BLOCK, MIN_CHUNK)
+
+
+@triton.jit
 def memory_of(KEYS, VALUES, WHERE, b, g, memory_row, memory_head, HAS_TABLE: tl.constexpr):
     """Pointers to the keys and values [columns, K] of a row and head."""
     keys, values = KEYS, VALUES
@@ -141,45 +147,113 @@ def attended(
 
 
 @triton.jit
-def sum_of_parts(
-    PARTS, SUMS, begin, live, m, d, mask,
-    GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+def with_parts(
+    best, total, made, PARTS, SUMS, rows, step, live, is_one, d, mask, K: tl.constexpr,
 ):  # fmt: skip
-    """Attention [M, K] to all columns of a row, combined from its parts' results from `begin` on, in order."""
-    best = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    made = tl.zeros([M, KP], tl.float32)
-    for other in range(live):
-        row = (begin + other) * GROUP + m
-        its_best = tl.load(SUMS + row * 2, mask=m < GROUP, other=0.0, cache_modifier=".cg")
-        its_total = tl.load(SUMS + row * 2 + 1, mask=m < GROUP, other=1.0, cache_modifier=".cg")
+    """Adds the results of parts to the attention so far, in order. `rows` [M]: where those of the first one are, `step`
+    before those of the next. A query may have seen none of a part's columns."""
+    for part in range(live):
+        row = rows + part * step
+        its_best = tl.load(SUMS + row * 2, mask=is_one, other=0.0, cache_modifier=".cg")
+        its_total = tl.load(SUMS + row * 2 + 1, mask=is_one, other=1.0, cache_modifier=".cg")
         its = tl.load(PARTS + row[:, None] * K + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         better = tl.maximum(best, its_best)
-        shrink, its_shrink = tl.exp2(best - better), tl.exp2(its_best - better)
+        base = tl.where(better == float("-inf"), 0.0, better)
+        shrink, its_shrink = tl.exp2(best - base), tl.exp2(its_best - base)
         total = total * shrink + its_total * its_shrink
         made = made * shrink[:, None] + its * its_shrink[:, None]
         best = better
-    return made / total[:, None]
+    return best, total, made
+
+
+@triton.jit(
+    do_not_specialize=["last_step", "num_rows", "num_groups"],
+    do_not_specialize_on_alignment=["FIRST", "LAST", "OFFSETS", "COUNTS", "ROWS", "STARTS", "SIZES", "NUMBERS"],
+)
+def attend_prefix_kernel(
+    Q, OFFSETS, COUNTS, KEYS, VALUES, WHERE, ROWS, STARTS, SIZES, NUMBERS, FIRST, LAST, PARTS, SUMS,
+    q_row, memory_head, last_step, num_rows, num_groups, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, HAS_TABLE: tl.constexpr,
+    WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """One KV head of shared prefixes, or a part of their columns, for T rows of each group at a time, which read it
+    together (`PrefixGroups`): the results of parts, which the kernels below add to those of the rows' own columns. The
+    queries are normed and rotated already. STEP columns are read at a time, and parts are whole BLOCKs.
+
+    Each program goes through groups, since only the device knows how many there are.
+    """
+    g, group = tl.program_id(0), tl.program_id(1)
+    part, piece = tl.program_id(2) % SPLITS, tl.program_id(2) // SPLITS
+    d, m = tl.arange(0, KP), tl.arange(0, M)
+    token, member = m // GROUP, m % GROUP
+    begin = tl.load(NUMBERS)
+    size = tl.load(SIZES + group)
+    while size > 0:
+        at = piece * T + token
+        listed = tl.load(ROWS + tl.load(STARTS + group) + at, mask=(token < T) & (at < size), other=-1)
+        row = listed - begin
+        is_one = (listed >= begin) & (row < num_rows)  # this step may have the batch's last rows alone
+        some = tl.max(tl.where(is_one, row, -1), 0)
+        count = tl.load(COUNTS + some, mask=some >= 0, other=0)
+        chunk = prefix_chunk(count, BLOCK, SPLITS, MIN_CHUNK)
+        start = part * chunk
+        end = tl.minimum(start + chunk, count)
+        if start < end:
+            until = count
+            if WINDOW > 0:  # the position of each query
+                last = tl.load(LAST + row * last_step, mask=is_one, other=0)
+                until = last - tl.load(FIRST + row, mask=is_one, other=0) + count
+                start = tl.maximum(start, tl.min(tl.where(is_one, until, count + WINDOW), 0) - WINDOW + 1)
+            keys, values = memory_of(KEYS, VALUES, WHERE, 0, g, 0, memory_head, HAS_TABLE)
+            place = tl.load(OFFSETS + some) * K
+            mask = is_one[:, None] & (d < K)[None, :]
+            rows = row * q_row + g * GROUP * K + member * K
+            q = tl.load(Q + rows[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            best = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            made = tl.zeros([M, KP], tl.float32)
+            for column in range(start, end, STEP):
+                best, total, made = attended(
+                    q, keys + place, values + place, column, end, until, best, total, made, d, scale, M, K, STEP,
+                    IN_FLOAT32, WINDOW > 0, WINDOW,
+                )  # fmt: skip
+            line = ((row * G + g) * SPLITS + part) * GROUP + member
+            tl.store(PARTS + line[:, None] * K + d[None, :], made, mask=mask)
+            tl.store(SUMS + line * 2, best, mask=is_one)
+            tl.store(SUMS + line * 2 + 1, total, mask=is_one)
+        group += tl.num_programs(1)
+        size = tl.load(SIZES + group, mask=group < num_groups, other=0)
 
 
 # A batch may begin anywhere in FIRST and LAST; specialised on their alignment, the kernel would be compiled twice.
-@triton.jit(do_not_specialize=["last_step", "num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS"])
+@triton.jit(
+    do_not_specialize=["last_step", "num_positions"],
+    do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS", "PREFIX_COUNTS"],
+)
 def attend_kernel(
     Q, NEW_K, NEW_V, KEYS, VALUES, WHERE, FIRST, LAST, SLOTS, OUT, ROTATIONS, Q_NORM, K_NORM, PARTS, SUMS, ARRIVED,
+    PREFIX_COUNTS, PREFIX_PARTS, PREFIX_SUMS,
     q_row, k_row, v_row, memory_row, memory_head, last_step, num_positions, scale, epsilon,
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
     HAS_NEW: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SLOTS: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One KV head of a row, or a part of its columns, for all queries that share it.
 
     The part with the row's last column stores the new key and value, and attends to them from registers. The program
-    that finishes last combines the results of all parts, in order.
+    that finishes last combines the results of all parts, in order, those of a shared prefix first (PREFIX_SPLITS; 0:
+    there are none).
     """
     g, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, last = tl.load(FIRST + b), tl.load(LAST + b * last_step)
-    position = tl.minimum(last - first, num_positions - 1)
+    before, prefix_live = 0, 0
+    if PREFIX_SPLITS > 0:
+        before = tl.load(PREFIX_COUNTS + b)
+        prefix_live = tl.cdiv(before, prefix_chunk(before, BLOCK, PREFIX_SPLITS, MIN_CHUNK)).to(tl.int32)
+    position = tl.minimum(last - first + before, num_positions - 1)
     if WINDOW > 0:
         first = tl.maximum(first, last - WINDOW + 1)
     live, start, end = part_of(first, last, part, BLOCK, SPLITS, MIN_CHUNK)
@@ -205,7 +279,12 @@ def attend_kernel(
                 q, keys, values, at, stored, 0, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32, False, 0
             )  # fmt: skip
         out = OUT + b * (G * GROUP * K) + g * GROUP * K + m[:, None] * K + d[None, :]
+        prefix = (b * G + g) * PREFIX_SPLITS * GROUP + m
         if SPLITS == 1:
+            if PREFIX_SPLITS > 0:
+                best, total, made = with_parts(
+                    best, total, made, PREFIX_PARTS, PREFIX_SUMS, prefix, GROUP, prefix_live, m < GROUP, d, q_mask, K
+                )  # fmt: skip
             tl.store(out, (made / total[:, None]).to(OUT.dtype.element_ty), mask=q_mask)
         else:
             begin = (b * G + g) * SPLITS
@@ -216,24 +295,40 @@ def attend_kernel(
             tl.debug_barrier()  # all of this part is written before it counts as arrived
             if tl.atomic_add(ARRIVED + b * G + g, 1, sem="acq_rel") == live - 1:
                 tl.store(ARRIVED + b * G + g, 0)  # for the next call
-                whole = sum_of_parts(PARTS, SUMS, begin, live, m, d, q_mask, GROUP, M, K, KP)
-                tl.store(out, whole.to(OUT.dtype.element_ty), mask=q_mask)
+                best = tl.full([M], float("-inf"), tl.float32)
+                total = tl.zeros([M], tl.float32)
+                made = tl.zeros([M, KP], tl.float32)
+                if PREFIX_SPLITS > 0:
+                    best, total, made = with_parts(
+                        best, total, made, PREFIX_PARTS, PREFIX_SUMS, prefix, GROUP, prefix_live, m < GROUP, d, q_mask,
+                        K,
+                    )  # fmt: skip
+                best, total, made = with_parts(
+                    best, total, made, PARTS, SUMS, begin * GROUP + m, GROUP, live, m < GROUP, d, q_mask, K
+                )  # fmt: skip
+                tl.store(out, (made / total[:, None]).to(OUT.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS"])
+@triton.jit(
+    do_not_specialize=["last_step", "num_positions"],
+    do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS", "PREFIX_COUNTS"],
+)
 def store_kernel(
-    Q, NEW_K, NEW_V, KEYS, VALUES, SLOTS, FIRST, LAST, READY, READY_KEYS, ROTATIONS, Q_NORM, K_NORM,
-    q_row, k_row, v_row, memory_row, memory_head, num_positions, epsilon,
+    Q, NEW_K, NEW_V, KEYS, VALUES, SLOTS, FIRST, LAST, PREFIX_COUNTS, READY, READY_KEYS, ROTATIONS, Q_NORM, K_NORM,
+    q_row, k_row, v_row, memory_row, memory_head, last_step, num_positions, epsilon,
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
     HAS_NEW: tl.constexpr, HAS_Q: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_Q_NORM: tl.constexpr,
-    HAS_K_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr, HAS_PREFIX: tl.constexpr,
 ):  # fmt: skip
     """For one token and KV head: stores the new key, after norm and rotary embedding, and the value (HAS_NEW), and the
     queries that share the head, likewise, in READY [N, G GROUP K] (HAS_Q). HAS_KEYS: the key goes to READY_KEYS
     [N, G K], too."""
     n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    last = tl.load(LAST + n)
-    position = tl.minimum(last - tl.load(FIRST + n), num_positions - 1)
+    last = tl.load(LAST + n * last_step)
+    position = last - tl.load(FIRST + n)
+    if HAS_PREFIX:
+        position += tl.load(PREFIX_COUNTS + n)
+    position = tl.minimum(position, num_positions - 1)
     d, m, one = tl.arange(0, KP), tl.arange(0, M), tl.arange(0, 1)
     is_in = d < K
     if HAS_Q:
@@ -254,15 +349,18 @@ def store_kernel(
         tl.store(values + last * K + d, new_v, mask=is_in)
 
 
-@triton.jit(do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS", "QUERY_INDEX", "COUNTS"])
+@triton.jit(do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS", "QUERY_INDEX", "COUNTS", "PREFIX_COUNTS"])
 def attend_several_kernel(
     Q, QUERY_INDEX, COUNTS, KEYS, VALUES, SLOTS, FIRST, LAST, OUT, PARTS, SUMS, ARRIVED,
+    PREFIX_COUNTS, PREFIX_PARTS, PREFIX_SUMS,
     q_row, memory_row, memory_head, scale,
     G: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, WINDOW: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One KV head, or a part of its columns, for T tokens of a slot, the first of which is the program's. Programs of
-    the other tokens do nothing, since only the device knows which tokens share a slot."""
+    the other tokens do nothing, since only the device knows which tokens share a slot. PREFIX_SPLITS as in
+    `attend_kernel`."""
     g, n, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     index = tl.load(QUERY_INDEX + n)
     if index % T == 0:
@@ -292,17 +390,34 @@ def attend_several_kernel(
                     q, keys, values, at, end, until, best, total, made, d, scale, M, K, BLOCK, IN_FLOAT32, True, WINDOW
                 )  # fmt: skip
             out = OUT + ((n + token) * (G * GROUP * K) + of_query)[:, None] + d[None, :]
+            of_part, prefix_live = m < T * GROUP, 0
+            prefix = ((n + token) * G + g) * PREFIX_SPLITS * GROUP + member
+            if PREFIX_SPLITS > 0:
+                before = tl.load(PREFIX_COUNTS + n)
+                prefix_live = tl.cdiv(before, prefix_chunk(before, BLOCK, PREFIX_SPLITS, MIN_CHUNK)).to(tl.int32)
             if SPLITS == 1:
+                if PREFIX_SPLITS > 0:
+                    best, total, made = with_parts(
+                        best, total, made, PREFIX_PARTS, PREFIX_SUMS, prefix, GROUP, prefix_live, is_one, d, mask, K
+                    )  # fmt: skip
                 tl.store(out, (made / total[:, None]).to(OUT.dtype.element_ty), mask=mask)
             else:
                 begin = (n * G + g) * SPLITS
                 row = (begin + part) * (T * GROUP) + m
-                of_part = m < T * GROUP
                 tl.store(PARTS + row[:, None] * K + d[None, :], made, mask=of_part[:, None] & (d < K)[None, :])
                 tl.store(SUMS + row * 2, best, mask=of_part)
                 tl.store(SUMS + row * 2 + 1, total, mask=of_part)
                 tl.debug_barrier()  # all of this part is written before it counts as arrived
                 if tl.atomic_add(ARRIVED + n * G + g, 1, sem="acq_rel") == live - 1:
                     tl.store(ARRIVED + n * G + g, 0)  # for the next call
-                    whole = sum_of_parts(PARTS, SUMS, begin, live, m, d, mask, T * GROUP, M, K, KP)
-                    tl.store(out, whole.to(OUT.dtype.element_ty), mask=mask)
+                    best = tl.full([M], float("-inf"), tl.float32)
+                    total = tl.zeros([M], tl.float32)
+                    made = tl.zeros([M, KP], tl.float32)
+                    if PREFIX_SPLITS > 0:
+                        best, total, made = with_parts(
+                            best, total, made, PREFIX_PARTS, PREFIX_SUMS, prefix, GROUP, prefix_live, is_one, d, mask, K
+                        )  # fmt: skip
+                    best, total, made = with_parts(
+                        best, total, made, PARTS, SUMS, begin * (T * GROUP) + m, T * GROUP, live, of_part, d, mask, K
+                    )  # fmt: skip
+                    tl.store(out, (made / total[:, None]).to(OUT.dtype.element_ty), mask=mask)

@@ -4,14 +4,20 @@ The kernels themselves are in `triton_attention`, `triton_norm` and `triton_samp
 """
 
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
-from skipdecode.backends.cuda_kernels import Heads, Norm
+from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts, SharedPrefix
+from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Norm
 from skipdecode.backends.flash_attention import flash_attention, misfit, reference_attention
-from skipdecode.backends.triton_attention import attend_kernel, attend_several_kernel, store_kernel
+from skipdecode.backends.triton_attention import (
+    attend_kernel,
+    attend_prefix_kernel,
+    attend_several_kernel,
+    store_kernel,
+)
 from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
 from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
 from skipdecode.config.model import FeedForwardKind
@@ -25,7 +31,10 @@ BLOCK, WARPS = 32, 2
 """Columns at a time, and warps that share them. Sums over columns cross warps, which is the expensive part: on an H200
 OPT-1.3B's attention takes half the time of four warps with 64 columns, OPT-6.7B's 0.84 of it."""
 TOGETHER = 32
-"""Queries that share what is read of a KV head, where a row has several new tokens."""
+"""Queries that share what is read of a KV head, where a row has several new tokens or rows share a prefix."""
+MAX_RESULTS = 4096
+"""Numbers that a program makes at most for queries of rows that share a prefix, and keys that it reads at a time; with
+twice as many, registers spill."""
 ENOUGH_PROGRAMS = 1024
 """Programs that keep memory busy: some eight for each of an H100's 132 multiprocessors."""
 
@@ -53,6 +62,23 @@ def splits_for(rows: int, kv_heads: int) -> int:
     return splits
 
 
+def prefix_splits_for(rows: int, kv_heads: int) -> int:
+    """Into how many parts shared prefixes are split; like `splits_for`, it depends only on the shape of the batch."""
+    return splits_for(-(-rows // PREFIX_ROWS), kv_heads)
+
+
+class _PrefixParts(NamedTuple):
+    """What shared prefixes add to the attention of rows, in parts."""
+
+    counts: Tensor | None = None
+    """`SharedPrefix.counts`"""
+    made: Tensor | None = None
+    """[B, G, parts, GROUP, K] float32"""
+    sums: Tensor | None = None
+    """[B, G, parts, GROUP, 2] float32: the best score, and the sum of weights."""
+    splits: int = 0
+
+
 class TritonKernels:
     """Implements `cuda_kernels.Kernels`."""
 
@@ -71,22 +97,53 @@ class TritonKernels:
         keys, values = _memory(columns, heads)
         rotating = 0 if table is None else table.shape[1]
         _check(heads, q, k, v, columns)
+        prefix = self._attend_prefix(heads, q, columns, is_ready=False)
         out = q.new_empty(B, H * K)
         padded = max(16, _power(K))  # the least that tensor cores take
         launch(
             attend_kernel,
             (G, B, splits),
             q, k, v, keys, values, where, columns.first, columns.last, slots, out,
-            table, heads.q_norm, heads.k_norm, *self._parts(q, G, splits, group, K),
+            table, heads.q_norm, heads.k_norm, *self._parts(q, G, splits, group, K), *prefix[:3],
             q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
             0 if where is not None else keys.stride(0), 0 if where is not None else keys.stride(1),
             columns.last.stride(0), 1 if table is None else len(table), K**-0.5, heads.epsilon,
             G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
             BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new, HAS_TABLE=where is not None,
             HAS_SLOTS=slots is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
-            WINDOW=heads.window or 0, IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
+            WINDOW=heads.window or 0, IN_FLOAT32=IS_INTERPRETED, PREFIX_SPLITS=prefix.splits, num_warps=WARPS,
         )  # fmt: skip
         return out
+
+    def _attend_prefix(
+        self, heads: Heads, q: Tensor, columns: KVRange | GraphKVRange, *, is_ready: bool
+    ) -> _PrefixParts:
+        """The attention of q [B, H K] to shared prefixes. `is_ready`: after norm and rotary embedding."""
+        shared = columns.shared
+        if shared is None:
+            return _PrefixParts()
+        B, H, G, K, groups = len(q), heads.heads, heads.kv_heads, heads.head_dim, shared.groups
+        assert groups is not None
+        group, splits, padded = H // G, prefix_splits_for(B, G), max(16, _power(K))
+        rows = max(1, min(PREFIX_ROWS, min(TOGETHER, MAX_RESULTS // padded) // group))
+        pieces, queries = -(-PREFIX_ROWS // rows), max(16, _power(rows * group))
+        workers = min(len(groups.sizes), -(-ENOUGH_PROGRAMS // (G * splits * pieces)))
+        keys, values, head = _prefix_memory(shared, heads)
+        if not is_ready and (heads.rotary_table is not None or heads.q_norm is not None):
+            ready = q.new_empty(B, H * K)
+            _store(heads, q, None, None, None, (None, columns.first, columns.last, shared.counts), ready, None)
+            q = ready
+        made, sums = (q.new_empty((B, G, splits, group, width), dtype=torch.float32) for width in (K, 2))
+        launch(
+            attend_prefix_kernel,
+            (G, workers, splits * pieces),
+            q, shared.offsets, shared.counts, keys, values, shared.where, *groups, columns.first, columns.last,
+            made, sums, q.stride(0), head, columns.last.stride(0), B, len(groups.sizes), K**-0.5,
+            G=G, GROUP=group, T=rows, M=queries, K=K, KP=padded, BLOCK=BLOCK, STEP=min(BLOCK, MAX_RESULTS // padded),
+            SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_TABLE=shared.where is not None, WINDOW=heads.window or 0,
+            IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
+        )  # fmt: skip
+        return _PrefixParts(shared.counts, made, sums, splits)
 
     def _attend_several(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange) -> Tensor:
         N, H, G, K = len(q), heads.heads, heads.kv_heads, heads.head_dim
@@ -100,19 +157,20 @@ class TritonKernels:
         changes_queries = table is not None or heads.q_norm is not None
         ready = q.new_empty(N, H * K) if changes_queries else q
         if changes_queries or k is not None:
-            at = columns.slots, columns.first, columns.last
+            at = columns.slots, columns.first, columns.last, None if columns.shared is None else columns.shared.counts
             _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready, None)
+        prefix = self._attend_prefix(heads, ready, columns, is_ready=True)
         together = max(1, min(_power(columns.max_queries), TOGETHER // group))
         out = q.new_empty(N, H * K)
         launch(
             attend_several_kernel,
             (G, N, splits),
             ready, *columns.query_index, keys, values, columns.slots, columns.first, columns.last, out,
-            *self._parts(q, G, splits, together * group, K),
+            *self._parts(q, G, splits, together * group, K), *prefix[:3],
             ready.stride(0), *strides, K**-0.5,
             G=G, GROUP=group, T=together, M=max(16, _power(together * group)), K=K, KP=padded,
             BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, WINDOW=heads.window or 0, IN_FLOAT32=IS_INTERPRETED,
-            num_warps=WARPS,
+            PREFIX_SPLITS=prefix.splits, num_warps=WARPS,
         )  # fmt: skip
         return out
 
@@ -130,7 +188,7 @@ class TritonKernels:
         changes_keys = q is not None and (is_rotated or heads.k_norm is not None)
         ready = k.new_empty(N, H * K) if changes_queries else q
         own = k.new_empty(N, G * K) if changes_keys else k
-        at = new.slots, new.first, new.columns
+        at = new.slots, new.first, new.columns, None
         _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready, own if changes_keys else None)
         return None if ready is None else ready.view(N, H, K), own.view(N, G, K)
 
@@ -209,23 +267,26 @@ class TritonKernels:
 
 
 def _store(
-    heads: Heads, q: Tensor | None, k: Tensor | None, v: Tensor | None, memory: tuple[Tensor, Tensor],
-    at: tuple[Tensor, Tensor, Tensor], ready: Tensor | None, ready_keys: Tensor | None,
+    heads: Heads, q: Tensor | None, k: Tensor | None, v: Tensor | None, memory: tuple[Tensor, Tensor] | None,
+    at: tuple[Tensor | None, Tensor, Tensor, Tensor | None], ready: Tensor | None, ready_keys: Tensor | None,
 ) -> None:  # fmt: skip
-    """Launches `store_kernel` for N tokens at these slots, first columns and columns. `q`: None if they stay as they
-    are; `ready_keys`: None if these go nowhere but into `memory`."""
-    (slots, first, last), (keys, values), table = at, memory, heads.rotary_table
+    """Launches `store_kernel` for N tokens at these slots, first columns and columns, behind so many tokens of a shared
+    prefix. `q`: None if they stay as they are; `k`: None if they alone are asked for, or keys are stored already;
+    `ready_keys`: None if these go nowhere but into `memory`."""
+    (slots, first, last, before), (keys, values), table = at, memory or (None, None), heads.rotary_table
+    row, head = (0, 0) if keys is None else keys.stride()[:2]
     G, K, group = heads.kv_heads, heads.head_dim, heads.heads // heads.kv_heads
     launch(
         store_kernel,
         (len(last), G),
-        keys if q is None else q, k, v, keys, values, slots, first, last, ready, ready_keys,
+        keys if q is None else q, k, v, keys, values, slots, first, last, before, ready, ready_keys,
         table, heads.q_norm, heads.k_norm,
         0 if q is None else q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
-        keys.stride(0), keys.stride(1), 1 if table is None else len(table), heads.epsilon,
+        row, head, last.stride(0), 1 if table is None else len(table), heads.epsilon,
         G=G, GROUP=group, M=_power(group), K=K, KP=max(16, _power(K)), HALF=0 if table is None else table.shape[1] // 2,
         HAS_NEW=k is not None, HAS_Q=q is not None, HAS_KEYS=ready_keys is not None,
-        HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None, num_warps=1,
+        HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None, HAS_PREFIX=before is not None,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -254,6 +315,16 @@ def _memory(columns: KVRange | GraphKVRange, heads: Heads) -> tuple[Tensor, Tens
         assert own.stride()[2:] == (heads.head_dim, 1), own.stride()
         assert own.stride() == columns.k.stride(), "keys and values have different strides"
     return columns.k, columns.v
+
+
+def _prefix_memory(shared: SharedPrefix, heads: Heads) -> tuple[Tensor, Tensor, int]:
+    """The tensors at whose addresses keys and values of shared prefixes begin, and the stride of a head."""
+    if shared.where is not None:
+        return shared.k, shared.v, 0
+    for own in (shared.k, shared.v):
+        assert own.shape[1::2] == (heads.kv_heads, heads.head_dim), (own.shape, heads)
+        assert own.is_contiguous(), own.stride()
+    return shared.k, shared.v, shared.k.stride(1)
 
 
 def _power(number: int) -> int:

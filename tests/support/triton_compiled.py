@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts
+from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts, PrefixGroups, SharedPrefix
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.triton_kernels import TritonKernels
 from tests.support.triton_compile import compiled, launches_of
@@ -58,6 +58,35 @@ def places(K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0) 
     return run
 
 
+def prefixes(
+    K: int, H: int, G: int, B: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False,
+    window: int | None = None, has_table: bool = True, each: int = 1,
+) -> Callable[[], object]:  # fmt: skip
+    """A step whose rows share prefixes: `attend_prefix_kernel`, and attention that adds what it makes."""
+
+    def run() -> object:
+        N = B * each
+        weights = [torch.empty(K, dtype=dtype)] * 2 if norms else [None, None]
+        heads = Heads(
+            H, G, K, torch.empty(256, int(K * turns)) if turns else None, *weights, epsilon=1e-6, window=window
+        )
+        q, k, v = torch.empty(N, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
+        lines = torch.zeros(9, N, dtype=torch.int64)
+        memory, where = torch.empty(B, G, 192, K, dtype=dtype), torch.zeros(2, 4, dtype=torch.int64)
+        groups = PrefixGroups(*lines[:4])
+        columns: KVRange | GraphKVRange
+        if has_table:
+            flat = memory.view(-1)
+            shared = SharedPrefix(flat, flat, lines[4], lines[5], groups, where[1])
+            columns = GraphKVRange(flat, where[0], lines[6], lines[7, :1].expand(N), shared)
+        else:
+            shared = SharedPrefix(memory, memory, lines[4], lines[5], groups)
+            columns = KVRange(memory, memory, *lines[6:], shared, query_index=lines[:2], max_queries=each)
+        return KERNELS.attend(heads, q, k, v, columns)
+
+    return run
+
+
 def prompts(
     K: int, H: int, G: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False
 ) -> Callable[[], object]:
@@ -98,6 +127,9 @@ CASES: dict[str, Callable[[], object]] = {
     "attention, Llama-3.1-8B, parts": attend(128, 32, 8, 16, turns=1.0),
     "attention, Qwen3": attend(128, 16, 8, 128, turns=1.0, norms=True),
     "attention, Gemma 3 270M": attend(256, 4, 1, 64, turns=1.0, norms=True, window=512),
+    "attention, OPT-1.3B, prefixes": prefixes(64, 32, 32, 256),
+    "attention, Llama-3.1-8B, prefixes": prefixes(128, 32, 8, 256, turns=1.0),
+    "attention, Gemma 3 270M, prefixes": prefixes(256, 4, 1, 64, turns=1.0, norms=True, window=512),
     "attention, OPT-1.3B, places, parts": places(64, 32, 32, 4, 5),
     "attention, Llama-3.1-8B, places": places(128, 32, 8, 64, 5, turns=1.0),
     "store of prompts, OPT-1.3B": prompts(64, 32, 32),
@@ -122,6 +154,15 @@ SLOW: dict[str, Callable[[], object]] = {
     "attention, TinyLlama": attend(64, 32, 4, 256, turns=1.0),
     "attention, TinyLlama, float32": attend(64, 32, 4, 256, turns=1.0, dtype=FP32),
     "attention, Qwen3, stored": attend(128, 16, 8, 128, turns=1.0, norms=True, is_stored=True),
+    "attention, OPT-2.7B, prefixes": prefixes(80, 32, 32, 64),
+    "attention, OPT-6.7B, prefixes": prefixes(128, 32, 32, 256),
+    "attention, heads of 96 in groups, prefixes": prefixes(96, 32, 8, 64, turns=1.0),
+    "attention, StableLM, prefixes": prefixes(80, 32, 32, 64, turns=0.25),
+    "attention, TinyLlama, prefixes, float16": prefixes(64, 32, 4, 256, turns=1.0, dtype=torch.float16),
+    "attention, Qwen3, prefixes": prefixes(128, 16, 8, 128, turns=1.0, norms=True),
+    "attention, Qwen2.5-0.5B, prefixes": prefixes(64, 14, 2, 64, turns=1.0),
+    "attention, SmolLM2-135M, prefixes, tensors": prefixes(64, 9, 3, 64, turns=1.0, has_table=False),
+    "attention, Llama-3.1-8B, prefixes, places": prefixes(128, 32, 8, 16, turns=1.0, has_table=False, each=5),
     "attention, OPT-6.7B, places": places(128, 32, 32, 64, 9),
     "attention, TinyLlama, places": places(64, 32, 4, 8, 9, turns=1.0),
     "attention, Qwen3, one place each": places(128, 16, 8, 64, 1, turns=1.0),
@@ -146,7 +187,9 @@ def main() -> None:
             *before, launched = launches_of(case)
             found[f"{name}, sm_{capability}"] = asdict(compiled(launched, capability)) | _tile(launched)
             for first in before:
-                found[f"store, {name}, sm_{capability}"] = asdict(compiled(first, capability))
+                made = asdict(compiled(first, capability)) | _tile(first)
+                kind = "store, " if first[0].__name__ == "store_kernel" else ""  # type: ignore[attr-defined]
+                found[f"{kind}{name}, before, sm_{capability}"] = made
     print(json.dumps(found))
 
 
