@@ -32,7 +32,7 @@ from skipdecode.backends.backend import (
     SharedPrefix,
     activate,
 )
-from skipdecode.backends.cuda_kernels import Heads, Kernels, Norm
+from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Kernels, Norm
 from skipdecode.backends.torch_sampling import mask
 from skipdecode.config.model import Quantization
 
@@ -111,19 +111,38 @@ class PromptRange(NamedTuple):
     """[R, G, S, K]"""
     v: Tensor
     prompts: PackedPrompts
+    shared: SharedPrefix | None = None
+    """What lies before the tokens that are given, where that is not in `k` and `v`."""
 
 
 def attend_prompts(kernels: Kernels, heads: Heads, q: Tensor, k: Tensor, v: Tensor, columns: PromptRange) -> Tensor:
     """Attention of the new tokens of prompts, whose k and v [N, G K] are stored first: q [N, H K] -> [N, H K]."""
-    keys, values, prompts = columns
+    keys, values, prompts, shared = columns
     new, seen = prompts.new, prompts.seen
     queries, k = kernels.store(heads, q, k, v, prompts, (keys, values))
     assert queries is not None
     v = v.view(k.shape)
-    if seen is not new:  # what came before lies in the cache alone
+    if seen is not new and shared is not None:
+        k, v = _behind_prefixes(shared, prompts, k, v)
+    elif seen is not new:  # what came before lies in the cache alone
         k, v = (memory[seen.slots, :, seen.columns] for memory in (keys, values))
     out = kernels.attend_packed(queries, k, v, new.starts, seen.starts, new.longest, seen.longest, heads.window)
     return out.flatten(1)
+
+
+def _behind_prefixes(shared: SharedPrefix, prompts: PackedPrompts, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Keys and values of shared prefixes, with those of the tokens that are given, [N, G, K], behind them."""
+    new, cached, rows, positions = prompts.merged
+    size = shared.k.shape[1] * shared.k.shape[2]
+    place = shared.offsets[rows]
+    prefix, column = place // size, place % size + positions
+    found = []
+    for own, memory in ((k, shared.k), (v, shared.v)):
+        seen = own.new_empty(len(new) + len(cached), *own.shape[1:])
+        seen[new] = own
+        seen[cached] = memory[prefix, :, column]
+        found.append(seen)
+    return found
 
 
 class CudaKVStore:
@@ -174,6 +193,11 @@ class CudaLayer:
     def head_dim(self) -> int:
         return self._heads.head_dim
 
+    @property
+    def weight(self) -> Tensor:
+        """One of its weights, which say its type and device."""
+        return self._qkv.weight
+
     def attention(self, x: Tensor, columns: KVRange | GraphKVRange | PromptRange) -> Tensor:
         """Normed states [B, D] -> [B, D], without `out_bias`."""
         parts = torch.split(self._qkv(x), self._sizes, dim=-1)
@@ -205,9 +229,8 @@ class CudaLayer:
         runs_ffn: bool,
         shared: SharedPrefix | None = None,
     ) -> Tensor:
-        assert shared is None, "these kernels read no shared prefix"
         assert len(h) == prompts.num_tokens, (len(h), prompts.num_tokens)
-        columns = None if memory is None else [PromptRange(*memory, prompts)]
+        columns = None if memory is None else [PromptRange(*memory, prompts, shared)]
         return _run(self._kernels, [self], columns, h, runs_ffn=runs_ffn)
 
 
@@ -216,10 +239,15 @@ class CudaBackend(Backend):
 
     supports_multi_token_rows = needs_query_index = True
     supports_graph_capture = True
+    prefix_group_rows = PREFIX_ROWS
 
-    def __init__(self, kernels: Kernels, *, no_packed_prompts: str | None = None) -> None:
-        """`no_packed_prompts`: why no prompts are fed without padding in this process; None: some are."""
+    def __init__(
+        self, kernels: Kernels, *, no_packed_prompts: str | None = None, no_shared_prefixes: str | None = None
+    ) -> None:
+        """`no_packed_prompts`: why no prompts are fed without padding in this process; None: some are.
+        `no_shared_prefixes`: likewise of prefixes that are read in place."""
         self.kernels, self._no_packed_prompts = kernels, no_packed_prompts
+        self._no_shared_prefixes = no_shared_prefixes
 
     def pack(
         self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
@@ -274,6 +302,13 @@ class CudaBackend(Backend):
         dims = {layer.head_dim for layer in cast(Sequence[CudaLayer], layers)}
         misfits = [self.kernels.why_no_prompts(dim, dtype, device) for dim in sorted(dims)]
         return next((why for why in misfits if why is not None), self._no_packed_prompts)
+
+    def supports_shared_prefix(self, layers: Sequence[FusedLayer | None]) -> bool:
+        """The prompts behind a prefix are fed without padding, too."""
+        if self._no_shared_prefixes is not None or not _are_kernels(layers):
+            return False
+        weight = cast(CudaLayer, layers[0]).weight
+        return self.why_padded(layers, weight.dtype, weight.device) is None
 
     def warm_up_batch_sizes(self, most: int) -> list[int]:
         """Powers of two and `most`: the number of programs per row changes there (`triton_kernels.splits_for`)."""

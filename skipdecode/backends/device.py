@@ -5,6 +5,7 @@ compared with torch before it is chosen (`kernel_self_test`), and again at the s
 (`check_kernels`). CPUs are examined in `choice`.
 """
 
+import logging
 import os
 from functools import cache
 from typing import Final, Literal
@@ -17,9 +18,11 @@ from skipdecode.backends.cpu_backend import CPU
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.backends.flash_attention import TYPES, missing
-from skipdecode.backends.kernel_self_test import KernelShape, self_test
+from skipdecode.backends.kernel_self_test import KernelShape, Of, self_test
 from skipdecode.config.model import DecoderConfig
 from skipdecode.user_cache import own_folder
+
+logger = logging.getLogger(__name__)
 
 # On Hopper torch prefers cuDNN for attention with a mask. It caches plans by batch size, columns and strides, and each
 # takes 20 to 40 ms to build, so nearly every step would pay; with a mask its backward pass sometimes gives NaN. It is
@@ -36,6 +39,8 @@ _unfit: dict[KernelShape, str] = {}
 """Shapes of models at which a kernel failed in this process, and how."""
 _unfit_prompts: dict[KernelShape, str] = {}
 """Those at which packed prompts did."""
+_unfit_prefixes: dict[KernelShape, str] = {}
+"""Those at which attention to shared prefixes did."""
 
 
 def backend_on(device: torch.device) -> Backend:
@@ -86,14 +91,19 @@ def cuda_backend() -> Backend:
         return TorchOnCuda()
     from skipdecode.backends.triton_kernels import TritonKernels
 
-    return CudaBackend(TritonKernels(), no_packed_prompts=missing() or next(iter(_unfit_prompts.values()), None))
+    return CudaBackend(
+        TritonKernels(),
+        no_packed_prompts=missing() or next(iter(_unfit_prompts.values()), None),
+        no_shared_prefixes=next(iter(_unfit_prefixes.values()), None),
+    )
 
 
 def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Runs the kernels once at the shapes of a model that is to decode on a CUDA device. Where one fails or is wrong,
     this process uses torch's operators on CUDA devices from then on. BackendError if the user forces the kernels.
 
-    Where those of packed prompts alone fail, prompts are fed with padding (`Backend.why_padded`).
+    Where those of packed prompts alone fail, prompts are fed with padding (`Backend.why_padded`); where those of shared
+    prefixes do, each row gets a copy (`Backend.supports_shared_prefix`).
     """
     if device.type != "cuda" or choose_cuda().name == "torch" or config.implementation != "own":
         return
@@ -110,13 +120,17 @@ def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
             return
     if dtype not in TYPES or missing() is not None:
         return
-    for shape in KernelShape.of_model(config, dtype):
-        with torch.inference_mode():
-            problem = self_test(TritonKernels(), device, shape, of_prompts=True)
-        if problem is not None:
-            _unfit_prompts[shape] = f"{problem}, with {shape}"
-            cuda_backend.cache_clear()
-            return
+    unfit: dict[Of, dict[KernelShape, str]] = {"prompts": _unfit_prompts, "prefixes": _unfit_prefixes}
+    for of, found in unfit.items():
+        for shape in KernelShape.of_model(config, dtype):
+            with torch.inference_mode():
+                problem = self_test(TritonKernels(), device, shape, of=of)
+            if problem is not None:
+                found[shape] = f"{problem}, with {shape}"
+                if of == "prefixes":  # of prompts it is said where they are fed
+                    logger.warning("rows get copies of the prefixes that they share: %s", found[shape])
+                cuda_backend.cache_clear()
+                break
 
 
 def use_own_triton_cache() -> None:

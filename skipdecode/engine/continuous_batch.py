@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from skipdecode.backends.backend import prefix_groups
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.async_output import AsyncOutput
 from skipdecode.engine.logits_processor import LogitsProcessor
@@ -292,9 +293,11 @@ class ContinuousBatch:
     ) -> TokensView:
         """The view of a pass over one token of each of `members`, which write these columns of their slots. A row may
         be there several times, side by side; `queries` as in `token_index`."""
-        prefixes = None
+        prefixes = groups = None
         if any(member.prefix is not None for member in members):
             prefixes = [self._prefixes.place(member.prefix) for member in members]
+            if (most_rows := self._cache.backend.prefix_group_rows) is not None:
+                groups = to_device(prefix_groups(prefixes, most_rows), self.model.device)
         index = token_index(columns, [member.slot.index for member in members], prefixes, queries=queries)
         most = 1 if queries is None else max(count for _, count in queries)
         return TokensView(
@@ -304,6 +307,7 @@ class ContinuousBatch:
             most=most,
             num_columns=max(columns) + 1,
             prefixes=None if prefixes is None else self._prefixes.cache,
+            groups=groups,
         )
 
     def _step_of(self, member: Member) -> int:

@@ -3,9 +3,10 @@
 A graph belongs to a plan and a number of rows. Its kernels read on the device where keys and values are and which
 column is new (`skipdecode.kv.graph_cache`), so it serves every batch, whatever its length. Rows are padded to a ladder
 of a few sizes, so the number of graphs is plans x sizes, and all are captured when a model loads (`capture_all`). A
-graph includes greedy choice and the increment of the column. Steps that are not captured run the same kernels one by
-one: once a capture has failed twice, if there are more rows than the ladder has, if graphs have used up their share of
-memory, and if feed-forward blocks are decided per row (FFN-SkipLLM `row`).
+graph includes greedy choice and the increment of the column. A batch whose rows share prefixes needs more kernels in
+each layer: with the first such batch a graph is captured anew, and serves batches without prefixes, too. Steps that are
+not captured run the same kernels one by one: once a capture has failed twice, if there are more rows than the ladder
+has, if graphs have used up their share of memory, and if feed-forward blocks are decided per row (FFN-SkipLLM `row`).
 
 Without a device the same code runs without capturing, which is how its logic is tested.
 
@@ -17,7 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.cost.batch_sizes import FINEST, MAX_ROWS, ladder
-from skipdecode.kv.graph_cache import CachePool, GraphedCache, Layout, PoolFull, TableView
+from skipdecode.kv.graph_cache import CachePool, GraphedCache, Layout, PoolFull, PrefixTable, TableView
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
@@ -153,6 +154,12 @@ Key = tuple[LayerPlan, int]
 """A plan and the padded number of rows."""
 
 
+class _Graph(NamedTuple):
+    replay: Work
+    reads_prefixes: bool
+    """Whether it serves batches that share prefixes."""
+
+
 def plans_of(schedules: Iterable[Schedule], num_steps: int) -> list[LayerPlan]:
     """The distinct static plans of decode steps, deepest first."""
     plans = {schedule.step(k) for schedule in schedules for k in range(num_steps)}
@@ -181,13 +188,14 @@ class CudaGraphs:
         self.full: str | None = None
         """Why no more steps are captured, while existing graphs stay in use: memory, or their number."""
         self._captures = captures or (CudaGraphCapture(model.device) if model.device.type == "cuda" else GraphCapture())
-        self._replays: OrderedDict[Key, Work] = OrderedDict()
+        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._fineness, self._is_loading = FINEST, False
         device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self._num_pad = torch.zeros_like(self._tokens)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self._where = torch.zeros(model.config.num_hidden_layers, 4, dtype=torch.int64, device=device)
+        self._prefixes = PrefixTable(model.config.num_hidden_layers, self.max_rows, device)
         self._logits = torch.zeros(self.max_rows, model.config.vocab_size, dtype=model.dtype, device=device)
         self._serial, self._next, self._newest = -1, 0, self._tokens  # what these hold: of which cache, and column
 
@@ -198,7 +206,7 @@ class CudaGraphs:
 
     @property
     def num_graphs(self) -> int:
-        return len(self._replays)
+        return len(self._graphs)
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -227,6 +235,13 @@ class CudaGraphs:
             self.pool, layout, num_pad, kv_owner, force_mask=force_mask, num_pad_host=num_pad_host
         )
 
+    def allocate_prefixes(
+        self, num_pad: Tensor, columns: int, kv_owner: Sequence[int], *, num_pad_host: Sequence[int]
+    ) -> GraphedCache:
+        """Memory of the pool for prefixes that rows share, as many as `num_pad` has numbers; PoolFull as above."""
+        layout = Layout.of(self.model.config, len(num_pad), [columns] * len(kv_owner), kv_owner)
+        return GraphedCache.within(self.pool, layout, num_pad, kv_owner, num_pad_host=num_pad_host)
+
     @torch.inference_mode()
     def capture_all(self, plans: Sequence[LayerPlan], rows: Sequence[int] | None = None) -> None:
         """Captures every plan at every number of `rows` (None: the whole ladder) ahead of the first batch.
@@ -234,8 +249,8 @@ class CudaGraphs:
         If that were more than MAX_GRAPHS, the ladder loses its quarters, then its midpoints. Evicts least recently used
         graphs of other plans.
         """
-        known = {plan for plan, _ in self._replays}
-        if rows is None and not self._replays:
+        known = {plan for plan, _ in self._graphs}
+        if rows is None and not self._graphs:
             while self._fineness and len(known.union(plans)) * len(self.rungs) > MAX_GRAPHS:
                 self._fineness -= 1
         wanted = self.rungs if rows is None else [self.rows_for(n) for n in rows if n <= self.max_rows]
@@ -244,7 +259,7 @@ class CudaGraphs:
         gc.collect()  # since it is held off within each capture
         for n in sorted(set(wanted), reverse=True):  # the largest first: the others fit into its memory
             for plan in plans:
-                if (plan, n) not in self._replays and self._may_capture():
+                if (plan, n) not in self._graphs and self._may_capture():
                     self._rehearse(plan, n)
         has_ended = self.failure is not None or self.full is not None
         if plans and has_ended:  # compile what runs without graphs before a batch has to wait for it
@@ -256,9 +271,9 @@ class CudaGraphs:
 
     def _make_way(self, wanted: set[Key]) -> None:
         """Evicts least recently used graphs of other keys so that `wanted` fit into MAX_GRAPHS."""
-        others = [key for key in self._replays if key not in wanted]
+        others = [key for key in self._graphs if key not in wanted]
         for key in others[: max(0, len(wanted) + len(others) - MAX_GRAPHS)]:
-            del self._replays[key]
+            del self._graphs[key]
         if self.full == TOO_MANY:
             self.full = None
 
@@ -271,7 +286,7 @@ class CudaGraphs:
             return
         try:
             self._enter(torch.zeros_like(self._tokens[:rows]), cache, rows)
-            self._first_run(plan, rows) if self._may_capture() else self._step(plan, rows)
+            self._first_run(plan, rows, None) if self._may_capture() else self._step(plan, rows, None)
         except torch.OutOfMemoryError as error:  # smaller batches may still fit
             self.full = _no_room(error)
         except Exception as error:  # not the graphs' fault; a batch that meets it fails with it
@@ -295,17 +310,17 @@ class CudaGraphs:
         rows = self.rows_for(num_rows)
         if rows > self.max_rows or not plan.is_static:
             last = self.model.config.max_position_embeddings - 1
-            positions = (cache.length - cache.num_pad)[:, None].clamp(max=last)
+            positions = cache.next_positions[:, None].clamp(max=last)
             return self.model.forward(newest[:, None], positions, cache, plan, ffns, return_argmax=return_argmax)
         self._enter(newest, cache, rows)
-        replay = self._replays.get((plan, rows))
-        if replay is not None:
-            self._replays.move_to_end((plan, rows))
-            replay()
-        elif self._may_capture():
-            self._first_run(plan, rows)
+        graph, prefixes = self._graphs.get((plan, rows)), None if cache.shared is None else self._prefixes
+        if graph is not None and (prefixes is None or graph.reads_prefixes):
+            self._graphs.move_to_end((plan, rows))
+            graph.replay()
+        elif self._may_capture(replaces=graph is not None):
+            self._first_run(plan, rows, prefixes)
         else:
-            self._step(plan, rows)
+            self._step(plan, rows, prefixes)
         cache.length += 1
         self._next += 1
         if not return_argmax:
@@ -314,8 +329,10 @@ class CudaGraphs:
         self._newest = self._tokens[:num_rows].clone()
         return self._newest
 
-    def _may_capture(self) -> bool:
-        """True if another step may be captured."""
+    def _may_capture(self, *, replaces: bool = False) -> bool:
+        """True if another step may be captured, in place of a graph that there is or not."""
+        if replaces:
+            return self.failure is None and self.full in (None, TOO_MANY)
         if self.failure is None and self.full is None and self.num_graphs >= MAX_GRAPHS:
             self.full = TOO_MANY
         return self.failure is None and self.full is None
@@ -327,6 +344,7 @@ class CudaGraphs:
             self._where.copy_(cache.where)
             self._num_pad[: len(newest)].copy_(cache.num_pad)
             self._num_pad[len(newest) : rows].fill_(cache.length)  # padding rows attend to what they write
+            self._prefixes.fill(cache.shared)
             self._serial = cache.serial
         if has_come or self._next != cache.length:
             self._at.fill_(cache.length)
@@ -334,11 +352,11 @@ class CudaGraphs:
         if has_come or newest is not self._newest:
             self._tokens[: len(newest)].copy_(newest)
 
-    def _first_run(self, plan: LayerPlan, rows: int) -> None:
+    def _first_run(self, plan: LayerPlan, rows: int, prefixes: PrefixTable | None) -> None:
         """Runs the step, and captures it for the next time."""
 
         def work() -> None:
-            self._step(plan, rows)
+            self._step(plan, rows, prefixes)
 
         try:
             self._captures.warm_up(work)
@@ -351,14 +369,14 @@ class CudaGraphs:
         try:
             replay = self._captured(work)
         except Exception as error:  # whatever it is, steps without a graph run all the same
-            if self._replays and is_out_of_memory(error):
+            if self._graphs and is_out_of_memory(error):
                 self.full = _no_room(error)
                 return
             self._fail(error)
             return
         self.num_captured += 1
         self.num_late += not self._is_loading
-        self._replays[plan, rows] = replay
+        self._graphs[plan, rows] = _Graph(replay, prefixes is not None)
         self.graph_bytes = self._captures.held_bytes()
         if self.graph_bytes > MAX_GRAPH_BYTES:
             self.full = f"all of them may take {MAX_GRAPH_BYTES / 2**30:g} GiB"
@@ -381,17 +399,19 @@ class CudaGraphs:
             self.failure = f"{type(error).__name__}: {error}"[:500]
         self._at.tolist()  # raises where the device itself is lost
         logger.warning("decode steps run kernel by kernel, since capturing one failed: %s", self.failure)
-        if not self._replays:
+        if not self._graphs:
             self._captures.forget()
             self.graph_bytes = 0
 
-    def _step(self, plan: LayerPlan, rows: int) -> None:
+    def _step(self, plan: LayerPlan, rows: int, prefixes: PrefixTable | None) -> None:
         """The work of a graph: runs the tokens of `rows` rows through `plan`, and computes logits, most likely tokens
         and the next column."""
         model, num_pad, tokens = self.model, self._num_pad[:rows], self._tokens[:rows]
-        last = model.config.max_position_embeddings - 1
-        positions = (self._at - num_pad)[:, None].clamp(max=last)
-        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotary_tables)
+        last, positions = model.config.max_position_embeddings - 1, self._at - num_pad
+        if prefixes is not None:
+            positions = positions + prefixes.counts(rows)
+        positions = positions[:, None].clamp(max=last)
+        view = TableView(self.pool.memory, self._where, num_pad, self._at, positions, model.rotary_tables, prefixes)
         h, _ = run_layers(model, model.embed(tokens[:, None], positions), view, LayerRanges.of_plan(plan))
         # logits go into memory that graphs share, so that callers who want them need no copy
         logits = model.head_into(h[:, -1], self._logits[:rows])
@@ -400,7 +420,7 @@ class CudaGraphs:
 
     def describe(self) -> str:
         """A summary for logs."""
-        if self.failure is not None and not self._replays:
+        if self.failure is not None and not self._graphs:
             return f"no graphs ({self.failure})"
         found = f"{self.num_graphs} graphs in {self.graph_bytes / 2**30:.2f} GiB"
         found += f", {self.num_late} of them after loading" if self.num_late else ""

@@ -135,7 +135,8 @@ def packed_parts(model: Decoder, lengths: Sequence[int], num_cached: Sequence[in
     of_cached = 2 * model.config.kv_dim * model.dtype.itemsize if is_gpu and any(num_cached or ()) else 0
     start = tokens = size = 0
     for at, (count, cached) in enumerate(zip(lengths, num_cached or [0] * len(lengths), strict=True)):
-        its_size = count * of_token + (count + cached) * of_cached
+        # those of a prefix that rows share are read, and then put before the row's own
+        its_size = count * of_token + (count + cached) * of_cached + cached * of_cached // 2
         if at > start and (tokens + count > most or size + its_size > room):
             yield slice(start, at)
             start, tokens, size = at, 0, 0
@@ -150,13 +151,14 @@ def shared_prompts(
     sharing: PrefixSharing,
     allocate: Allocate,
     *,
-    copies: bool,
+    copies: bool = False,
+    graphs: CudaGraphs | None = None,
 ) -> SharedPrompts:
-    """The prompts of a batch with shared prefixes, to be fed later."""
+    """The prompts of a batch with shared prefixes, to be fed later. `copies`, `graphs`: as in `SharedPrompts`."""
     prompts, at_once = [r.prompt_tokens for r in requests], partial(rows_at_once, model, has_mask=True)
     assert len(prompts) == len(sharing.prefix_of_row), "the sharing of another batch"
     how = Parts(at_once, partial(packed_parts, model))
-    return SharedPrompts(model, prompts, schedule, sharing, allocate, parts=how, copies=copies)
+    return SharedPrompts(model, prompts, schedule, sharing, allocate, parts=how, copies=copies, graphs=graphs)
 
 
 def rows_at_once(model: Decoder, num_new: int, columns: int, *, has_mask: bool) -> int:

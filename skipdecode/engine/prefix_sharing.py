@@ -1,8 +1,9 @@
 """Shared prompt prefixes of a batch, which are run once: which they are, where their K/V are, how prompts are fed.
 
 A shared prefix begins two or more prompts of the batch, or other prefixes. Where attention reads it in place, its keys
-and values are stored once, beside the rows' own (`skipdecode.kv.static_cache`); elsewhere (torch's operators, CUDA
-graphs, continuous batches) they are copied into every row's cache, and decode steps are those of any batch. The caller
+and values are stored once, beside the rows' own (`skipdecode.kv.static_cache`); elsewhere (torch's operators, and where
+it would take more memory or more reading) they are copied into every row's cache, and decode steps are those of any
+batch. The caller
 chooses which prompts share what (`actors.batching.shared_prefixes`).
 
 The last token of a prompt is never shared, since the first new token comes from it. Prefixes have an even number of
@@ -11,6 +12,7 @@ tokens: kernels add up bfloat16 values of two columns at a time, which keeps the
 B rows, R prefixes, P columns of whole prompts, T of those fed, S of prefixes, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,8 +20,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
+from skipdecode.config.model import KV_ALIGNMENT
 from skipdecode.cost.roofline import SharedPrefixShape
+from skipdecode.engine.cuda_graphs import CudaGraphs
+from skipdecode.kv.graph_cache import GraphedCache
 from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.layer_plan import LayerPlan
@@ -97,8 +103,20 @@ class PrefixSharing:
             tuple(number[prefix] for prefix in chosen),
         )
 
-    def shape(self, prompts: Sequence[Sequence[int]], *, copies: bool) -> SharedPrefixShape:
-        """The passes for the cost model. `copies`: every row reads its own copy of the prefix."""
+    def columns_read(self, group_rows: int | None) -> int:
+        """Columns of prefixes that a decode step reads, if at most `group_rows` rows read one together; None: all that
+        have it."""
+        users = Counter(self.prefix_of_row)
+        return sum(
+            len(prefix) * (bool(users[at]) if group_rows is None else -(-users[at] // group_rows))
+            for at, prefix in enumerate(self.prefixes)
+        )
+
+    def shape(
+        self, prompts: Sequence[Sequence[int]], *, copies: bool, group_rows: int | None = None
+    ) -> SharedPrefixShape:
+        """The passes for the cost model. `copies`: every row reads its own copy of the prefix. `group_rows` as in
+        `columns_read`."""
 
         def one_pass(wholes: Sequence[int], prefixes: Sequence[int]) -> tuple[int, int, int]:
             count, seen = len(wholes), sum(wholes)
@@ -107,8 +125,7 @@ class PrefixSharing:
         lengths = [len(prefix) for prefix in self.prefixes]
         passes = [one_pass([lengths[at] for at in level], [self.parents[at] for at in level]) for level in self.levels]
         passes.append(one_pass([len(prompt) for prompt in prompts], self.prefix_of_row))
-        used = set(self.prefix_of_row)
-        once = sum(self.lengths(self.prefix_of_row)) - sum(lengths[prefix] for prefix in used if prefix >= 0)
+        once = sum(self.lengths(self.prefix_of_row)) - self.columns_read(group_rows)
         return SharedPrefixShape(tuple(passes), 0 if copies else once)
 
 
@@ -165,16 +182,20 @@ class SharedPrompts:
         *,
         parts: Parts,
         copies: bool = False,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         """`parts`: which rows are fed together. `copies`: prefixes are copied to all rows even if the back end could
-        read them in place."""
+        read them in place. `graphs`: what decode steps are captured by, whose memory prefixes that are read in place
+        then lie in."""
         self.model, self.sharing, self._parts = model, sharing, parts
-        self._prefix_cache = _allocate_prefix_cache(model, sharing, schedule)
-        self._prefix_tokens = _padded(model, sharing.prefixes)
         self._before = sharing.lengths(sharing.prefix_of_row)
-        self.copies = copies or not (
-            model.supports_shared_prefix and model.supports_packed_prompts(self._prefix_cache.k[0])
-        )
+        moves_results = backend_on(model.device).prefix_group_rows is not None  # beside what is read
+        pays = not moves_results or one_copy_is_smaller(sharing, list(map(len, prompts)))
+        self.copies = copies or not (pays and model.supports_shared_prefix)
+        self._prefix_cache = _allocate_prefix_cache(model, sharing, schedule, None if self.copies else graphs)
+        if not self.copies and not model.supports_packed_prompts(self._prefix_cache.k[0]):  # a gradient is needed
+            self.copies, self._prefix_cache = True, _allocate_prefix_cache(model, sharing, schedule, None)
+        self._prefix_tokens = _padded(model, sharing.prefixes, self._prefix_cache.k[0].shape[2])
         own = prompts if self.copies else [p[n:] for p, n in zip(prompts, self._before, strict=True)]
         self.tokens = _padded(model, own)  # [B, P], or the rows' own parts
         num_pad_host = _paddings(own)
@@ -182,12 +203,13 @@ class SharedPrompts:
         if not self.copies:
             prefixes = self._prefix_cache
             groups, columns = prefixes.k[0].shape[1:3]
-            offsets = [  # prefixes are left-padded
-                0 if prefix < 0 else prefix * groups * columns + columns - count
-                for prefix, count in zip(sharing.prefix_of_row, self._before, strict=True)
+            offsets = [
+                0 if prefix < 0 else prefix * groups * columns + _paddings_of(prefixes)[prefix]
+                for prefix in sharing.prefix_of_row
             ]
-            where, counts = to_device([offsets, self._before], model.device)
-            self.cache.shared = SharedPrefixKV(prefixes.k, prefixes.v, prefixes.kv_owner, where, counts)
+            places = list(zip(offsets, self._before, strict=True))
+            where = prefixes.where if isinstance(prefixes, GraphedCache) else None
+            self.cache.shared = SharedPrefixKV(prefixes.k, prefixes.v, prefixes.kv_owner, places, where, held=prefixes)
 
     def feed(self, plan: LayerPlan, *, return_argmax: bool = False) -> Tensor:
         """Feeds prefixes, then prompts; returns what `prefill.feed_prompts` does."""
@@ -241,8 +263,27 @@ class SharedPrompts:
         return torch.cat(made)
 
 
-def _allocate_prefix_cache(model: Decoder, sharing: PrefixSharing, schedule: Schedule) -> KVCache:
+def one_copy_is_smaller(sharing: PrefixSharing, lengths: Sequence[int]) -> bool:
+    """True if one copy of each prefix takes no more memory than one in each of the rows, whose prompts have these
+    `lengths`, in whole KV_ALIGNMENTs. Fewer bytes are read then, too."""
+    before = sharing.lengths(sharing.prefix_of_row)
+    own = max(length - cached for length, cached in zip(lengths, before, strict=True))
+    saved = (max(lengths) - own) // KV_ALIGNMENT * KV_ALIGNMENT
+    return len(sharing.prefixes) * _aligned(max(map(len, sharing.prefixes))) <= len(lengths) * saved
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // KV_ALIGNMENT) * KV_ALIGNMENT
+
+
+def _allocate_prefix_cache(
+    model: Decoder, sharing: PrefixSharing, schedule: Schedule, graphs: CudaGraphs | None
+) -> KVCache:
     columns, kv_owner = max(map(len, sharing.prefixes)), kv_owner_of_layers(schedule, model.config.kv_group_size)
+    if graphs is not None:
+        num_pad_host = _paddings(sharing.prefixes, _aligned(columns))
+        num_pad = to_device(num_pad_host, model.device)
+        return graphs.allocate_prefixes(num_pad, _aligned(columns), kv_owner, num_pad_host=num_pad_host)
     num_pad_host = _paddings(sharing.prefixes)
     return KVCache.allocate(
         model.config,
@@ -279,9 +320,9 @@ def _clear_padding(cache: KVCache) -> None:
             memory[:, :, :most] = 0
 
 
-def _paddings(lines: Sequence[Sequence[int]]) -> list[int]:
-    """[B] columns of left padding of each line."""
-    columns = max(map(len, lines))
+def _paddings(lines: Sequence[Sequence[int]], columns: int | None = None) -> list[int]:
+    """[B] columns of left padding of each line, to `columns` or the longest."""
+    columns = columns or max(map(len, lines))
     return [columns - len(line) for line in lines]
 
 
@@ -290,8 +331,8 @@ def _paddings_of(cache: KVCache) -> Sequence[int]:
     return cache.num_pad_host
 
 
-def _padded(model: Decoder, lines: Sequence[Sequence[int]]) -> Tensor:
-    """The lines left-padded to a common length: [B, T] int64."""
-    columns, filler = max(map(len, lines)), model.config.filler_token_id
-    padded = [[filler] * (columns - len(line)) + list(line) for line in lines]
+def _padded(model: Decoder, lines: Sequence[Sequence[int]], columns: int | None = None) -> Tensor:
+    """The lines left-padded to `columns` or the longest: [B, T] int64."""
+    filler = model.config.filler_token_id
+    padded = [[filler] * pad + list(line) for pad, line in zip(_paddings(lines, columns), lines, strict=True)]
     return to_device(padded, model.device)

@@ -78,7 +78,7 @@ class StaticBatch:
             self._feed = partial(feed_prompts, model, tokens, self._cache, in_equal_parts=is_fixed)
         else:
             assert not is_fixed, "prefix sharing excludes a fixed batch shape"
-            shared = shared_prompts(model, requests, schedule, sharing, allocate, copies=graphs is not None)
+            shared = shared_prompts(model, requests, schedule, sharing, allocate, graphs=graphs)
             self._cache, self._feed = shared.cache, shared.feed
 
         # rows of the batch on the device, including those that pad a fixed shape

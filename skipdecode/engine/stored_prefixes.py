@@ -7,7 +7,6 @@ copied to every row (`skipdecode.engine.prefix_sharing`). Rows that join later f
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skipdecode.backends.pinned_copy import to_device
 from skipdecode.engine.prefill import feed_in_place
 from skipdecode.engine.prefix_sharing import PrefixSharing
 from skipdecode.kv.slot_cache import Slot, SlotCache
@@ -80,9 +79,8 @@ class StoredPrefixes:
 
     def shared_by(self, prefixes: Sequence[StoredPrefix | None]) -> SharedPrefixKV:
         """The prefixes of rows whose prompts are fed."""
-        offsets, lengths = to_device(list(zip(*map(self.place, prefixes), strict=True)), self._model.device)
         k, v = self.cache.memory
-        return SharedPrefixKV(k, v, self.cache.kv_owner, offsets, lengths)
+        return SharedPrefixKV(k, v, self.cache.kv_owner, list(map(self.place, prefixes)))
 
     def _feed_level(self, sharing: PrefixSharing, level: Sequence[int], held: list[StoredPrefix]) -> None:
         """Feeds those of `level` that are missing, whose parents are there. All of them get a user more, and are added

@@ -18,12 +18,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import GraphKVRange
+from skipdecode.backends.backend import GraphKVRange, PrefixGroups, SharedPrefix
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.config.model import KV_ALIGNMENT, DecoderConfig
-from skipdecode.kv.static_cache import KVCache
+from skipdecode.kv.static_cache import KVCache, SharedPrefixKV
 from skipdecode.kv.view import AttentionVariant, StepView, window_of
 
 
@@ -182,8 +182,9 @@ class GraphedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole part, also after rows have left."""
-        return self.part.nbytes
+        """Bytes of the whole part, also after rows have left, and of shared prefixes."""
+        shared = [] if self.shared is None else self.shared.memory
+        return self.part.nbytes + sum(memory.numel() * memory.element_size() for memory in shared)
 
     def keep(self, rows: Sequence[int], runs: Sequence[bool]) -> Self:
         chosen = to_device(rows, self.num_pad.device)
@@ -200,17 +201,58 @@ class GraphedCache(KVCache):
         return cache
 
 
+class PrefixTable:
+    """The shared prefixes that a captured step reads, as numbers on the device, at addresses that stay."""
+
+    def __init__(self, num_layers: int, max_rows: int, device: torch.device) -> None:
+        self._where = torch.zeros(num_layers, 4, dtype=torch.int64, device=device)
+        # offset, length, and the lines of `PrefixGroups`
+        self._rows = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
+        self._numbers = torch.arange(max_rows, device=device)
+        self._is_filled = False
+
+    def fill(self, shared: SharedPrefixKV | None) -> None:
+        """Those of a batch, whose rows come first; None: it has none."""
+        if self._is_filled:
+            self._rows.zero_()
+        self._is_filled = shared is not None
+        if shared is None:
+            return
+        assert shared.where is not None, "prefixes outside of the graphs' memory"
+        assert shared.groups is not None
+        self._where.copy_(shared.where)
+        for line, own in zip(self._rows, (*shared.placed, *shared.groups[:3]), strict=True):
+            line[: len(own)].copy_(own)
+
+    def counts(self, rows: int) -> Tensor:
+        """[B] int64: the lengths of the first rows' prefixes."""
+        return self._rows[1, :rows]
+
+    def columns(self, memory: Tensor, layer: int, rows: int) -> SharedPrefix:
+        offsets, counts, members, starts, sizes = self._rows[:, :rows]
+        groups = PrefixGroups(members, starts, sizes, self._numbers[:rows])
+        return SharedPrefix(memory, memory, offsets, counts, groups, self._where[layer])
+
+
 class TableView(StepView):
     """What a captured step sees: one new token per row, whose address is computed from numbers on the device."""
 
     has_kernels = True
 
     def __init__(
-        self, memory: Tensor, where: Tensor, first: Tensor, last: Tensor, positions: Tensor, tables: RotaryTables
+        self,
+        memory: Tensor,
+        where: Tensor,
+        first: Tensor,
+        last: Tensor,
+        positions: Tensor,
+        tables: RotaryTables,
+        prefixes: "PrefixTable | None" = None,
     ) -> None:
         """`memory` of the pool, `where` [L, 4], `first` [B], `last` [1]: as in `GraphKVRange`. `positions` [B, 1]
-        int64. `tables`: the rotary ones of all layers."""
+        int64. `tables`: the rotary ones of all layers. `prefixes`: those that rows share; None: they are not read."""
         self._memory, self._where, self._first, self._last = memory, where, first, last
+        self._prefixes = prefixes
         self._positions, self._tables = positions, tables
         decode_attention = backend_on(memory.device).decode_attention(memory)
         assert decode_attention is not None, "the back end cannot read addresses from a table"
@@ -221,7 +263,9 @@ class TableView(StepView):
         return Rotations(self._tables, self._positions)
 
     def columns(self, layer: int) -> GraphKVRange:
-        return GraphKVRange(self._memory, self._where[layer], self._first, self._last.expand(len(self._first)))
+        rows, prefixes = len(self._first), self._prefixes
+        shared = None if prefixes is None else prefixes.columns(self._memory, layer, rows)
+        return GraphKVRange(self._memory, self._where[layer], self._first, self._last.expand(rows), shared)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, variant: AttentionVariant | None = None

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import Backend, DecodeAttention, FusedLayer, KVRange, SharedPrefix
+from skipdecode.backends.backend import Backend, DecodeAttention, FusedLayer, KVRange, PrefixGroups, SharedPrefix
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import RotaryTables, Rotations
@@ -53,6 +53,8 @@ class _PreparedCall:
 
     index: Tensor
     """`TokensView.index`, in the memory that the call reads."""
+    groups: Tensor | None
+    """`TokensView.groups`, likewise."""
     call: Callable[[Tensor], Tensor]
     parts: dict[int, Tensor]
     """Slices of `index` by number of tokens."""
@@ -195,22 +197,26 @@ class SlotCache:
             self._prepared_for = prefixes
         room = max(MIN_PREPARED_TOKENS, 1 << (size - 1).bit_length()) if backend.accepts_fewer_rows else size
         most = view.most if backend.needs_query_index else 1
-        key = (room, most, runs_ffn, *layers, *kernels)
+        num_grouped = None if view.groups is None else view.groups.shape[1]
+        key = (room, most, num_grouped, runs_ffn, *layers, *kernels)
         if key not in self._prepared:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
             own_index = index.new_zeros(len(index), room)
-            columns = [view.columns_at(layer, own_index) for layer in layers]
+            groups = None if view.groups is None else torch.empty_like(view.groups)
+            columns = [view.columns_at(layer, own_index, groups) for layer in layers]
             first = columns[0]
             columns = [  # the very same tensors in all layers
                 first._replace(k=one.k, v=one.v, shared=one.shared) for one in columns
             ]
             call = backend.prepare_step(kernels, room, columns, runs_ffn=runs_ffn)
-            self._prepared[key] = _PreparedCall(own_index, call, {})
+            self._prepared[key] = _PreparedCall(own_index, groups, call, {})
         prepared = self._prepared[key]
         if size not in prepared.parts:
             prepared.parts[size] = prepared.index[:, :size]
         prepared.parts[size].copy_(index)
+        if prepared.groups is not None and view.groups is not None:
+            prepared.groups.copy_(view.groups)
         return prepared.call
 
     # --- memory
@@ -313,11 +319,13 @@ class TokensView(StepView):
         most: int,
         num_columns: int,
         prefixes: SlotCache | None = None,
+        groups: Tensor | None = None,
     ) -> None:
         """`index` as `token_index` makes it. `tables`: the rotary ones of all layers. `most`: the largest number of
-        tokens of a slot. `num_columns`: what the tokens attend to at most. `prefixes`: where shared prefixes are."""
+        tokens of a slot. `num_columns`: what the tokens attend to at most. `prefixes`: where shared prefixes are.
+        `groups` [3, tokens of the batch]: `prefix_groups`, where the back end needs them."""
         self._cache, self.index, self._tables, self.most, self.prefixes = cache, index, tables, most, prefixes
-        self._num_columns = num_columns
+        self._num_columns, self.groups = num_columns, groups
         self._masks: dict[MaskRule, Tensor] = {}
         self._decode_attention = cache.token_attention
         self.has_kernels = self._decode_attention is not None
@@ -341,13 +349,17 @@ class TokensView(StepView):
         return Rotations(self._tables, self.positions)
 
     def columns(self, layer: int) -> KVRange:
-        return self.columns_at(layer, self.index)
+        return self.columns_at(layer, self.index, self.groups)
 
-    def columns_at(self, layer: int, index: Tensor) -> KVRange:
-        """What tokens with that `index` attend to in a layer."""
+    def columns_at(self, layer: int, index: Tensor, groups: Tensor | None) -> KVRange:
+        """What tokens with that `index` and these `groups` attend to in a layer."""
         shared = None
         if self.prefixes is not None:
-            shared = SharedPrefix(*self.prefixes.memory_of(layer), index[PREFIX_OFFSET], index[PREFIX_LENGTH])
+            grouped, memory = None, self.prefixes.memory_of(layer)
+            if groups is not None:
+                rows, starts, sizes = groups
+                grouped = PrefixGroups(rows, starts, sizes, index[NUMBER])
+            shared = SharedPrefix(*memory, index[PREFIX_OFFSET], index[PREFIX_LENGTH], grouped)
         queries = index[QUERY : QUERY + 2] if self._cache.backend.needs_query_index else None
         memory = self._cache.memory_of(layer)
         return KVRange(
@@ -415,15 +427,17 @@ class TokensView(StepView):
             most=self.most,
             num_columns=self._num_columns,
             prefixes=self.prefixes,
+            groups=self.groups,
         )
 
     def last(self, h: Tensor) -> tuple[Tensor, "TokensView"]:
         raise AssertionError("every token is a last one")
 
 
-FIRST, COLUMN, SLOT, QUERY, _QUERIES, PREFIX_OFFSET, PREFIX_LENGTH = range(7)
-"""The lines of `TokensView.index` [7, N] int64: a token's first column (0), its own column, its slot, its number among
-the tokens of its slot, how many these are, and where the prefix begins (`SharedPrefix.offsets`) and how long it is."""
+FIRST, COLUMN, SLOT, QUERY, _QUERIES, NUMBER, PREFIX_OFFSET, PREFIX_LENGTH = range(8)
+"""The lines of `TokensView.index` [8, N] int64: a token's first column (0), its own column, its slot, its number among
+the tokens of its slot, how many these are, its number in the batch, and where the prefix begins
+(`SharedPrefix.offsets`) and how long it is."""
 
 
 def token_index(
@@ -435,8 +449,8 @@ def token_index(
 ) -> np.ndarray[Any, Any]:
     """`TokensView.index` on the host. `prefixes`: offset and length of each token's, None if none has any. `queries`:
     each token's number among those of its slot, and how many these are; None: one each."""
-    index = np.zeros((7, len(columns)), dtype=np.int64)
-    index[COLUMN], index[SLOT], index[_QUERIES] = columns, slots, 1
+    index = np.zeros((8, len(columns)), dtype=np.int64)
+    index[COLUMN], index[SLOT], index[_QUERIES], index[NUMBER] = columns, slots, 1, np.arange(len(columns))
     if queries is not None:
         index[QUERY : QUERY + 2] = np.array(queries, dtype=np.int64).T
     if prefixes is not None:

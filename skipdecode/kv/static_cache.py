@@ -16,7 +16,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from skipdecode.backends.backend import DecodeAttention, FusedKVStore, FusedLayer, KVRange, PackedPrompts, SharedPrefix
+from skipdecode.backends.backend import (
+    DecodeAttention,
+    FusedKVStore,
+    FusedLayer,
+    KVRange,
+    PackedPrompts,
+    PrefixGroups,
+    SharedPrefix,
+    prefix_groups,
+)
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import RotaryTables, Rotations
@@ -37,9 +46,9 @@ from skipdecode.kv.view import (
 class SharedPrefixKV:
     """One copy of the K/V of prompt prefixes that several rows of a batch attend to: k[l], v[l] [R, G, S, K].
 
-    Attention goes over a row's prefix and its own columns with one softmax
-    (`SharedPrefix`), so a row's result is bit for bit that of all columns in one piece. Only kernels read it;
-    elsewhere prefixes are copied into the rows' own memory (`skipdecode.engine.prefix_sharing`).
+    Attention goes over a row's prefix and its own columns with one softmax (`SharedPrefix`). On CPUs a row's result is
+    bit for bit that of all columns in one piece; on GPUs it is added up in parts. Only kernels read it; elsewhere
+    prefixes are copied into the rows' own memory (`skipdecode.engine.prefix_sharing`).
     """
 
     def __init__(
@@ -47,26 +56,52 @@ class SharedPrefixKV:
         k: Sequence[Tensor],
         v: Sequence[Tensor],
         kv_owner: Sequence[int],
-        offsets: Tensor,
-        counts: Tensor,
+        places: Sequence[tuple[int, int]],
+        where: Tensor | None = None,
+        held: object = None,
     ) -> None:
-        """`offsets` [B] int64 as in `SharedPrefix`, alike in all layers. `counts` [B] int64: the tokens of each row's
-        prefix, 0 if it has none."""
-        self._k, self._v, self._kv_owner = k, v, kv_owner
-        self._offsets, self.counts = offsets, counts
+        """`places` [B]: where each row's prefix begins, as in `SharedPrefix.offsets`, alike in all layers, and how many
+        tokens it has, 0 if there is none. `where` [L, 4]: as in `GraphKVRange`, if they are in its memory. `held`: the
+        owner of the memory, which is kept as long as this."""
+        self._k, self._v, self._kv_owner, self.where, self._held = k, v, kv_owner, where, held
+        self._places, self._device = list(places), k[0].device
 
     @property
     def memory(self) -> list[Tensor]:
         """The K and V tensors, each once."""
         return [t[layer] for layer in set(self._kv_owner) for t in (self._k, self._v)]
 
-    def columns(self, layer: int) -> SharedPrefix:
-        return SharedPrefix(self._k[layer], self._v[layer], self._offsets, self.counts)
+    @cached_property
+    def placed(self) -> Tensor:
+        """[2, B] int64: offsets and lengths."""
+        return to_device(list(zip(*self._places, strict=True)), self._device)
 
-    def of(self, rows: Tensor | slice) -> "SharedPrefixKV":
+    @property
+    def counts(self) -> Tensor:
+        """[B] int64: the tokens of each row's prefix, 0 if it has none."""
+        return self.placed[1]
+
+    @cached_property
+    def groups(self) -> PrefixGroups | None:
+        """None where the back end needs none."""
+        most = backend_on(self._device).prefix_group_rows
+        if most is None:
+            return None
+        rows, starts, sizes = to_device(prefix_groups(self._places, most), self._device)
+        return PrefixGroups(rows, starts, sizes, torch.arange(len(rows), device=self._device))
+
+    def columns(self, layer: int) -> SharedPrefix:
+        """For prompts."""
+        return SharedPrefix(self._k[layer], self._v[layer], *self.placed)
+
+    def step_columns(self, layer: int) -> SharedPrefix:
+        """For one new token of each row."""
+        return self.columns(layer)._replace(groups=self.groups)
+
+    def of(self, rows: Sequence[int] | slice) -> "SharedPrefixKV":
         """The prefixes of some of the rows, in the same memory."""
-        offsets, counts = (own[rows].contiguous() for own in (self._offsets, self.counts))
-        return SharedPrefixKV(self._k, self._v, self._kv_owner, offsets, counts)
+        own = self._places[rows] if isinstance(rows, slice) else [self._places[row] for row in rows]
+        return SharedPrefixKV(self._k, self._v, self._kv_owner, own, self.where, self._held)
 
 
 class KVCache:
@@ -160,7 +195,7 @@ class KVCache:
     def columns(self, layer: int) -> KVRange:
         """Memory, first and last column of every row, for attention of one new token per row (`DecodeAttention`)."""
         assert self.length < self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns"
-        shared = None if self.shared is None else self.shared.columns(layer)
+        shared = None if self.shared is None else self.shared.step_columns(layer)
         return KVRange(self.k[layer], self.v[layer], self.num_pad, self._newest(), shared=shared)
 
     def _newest(self) -> Tensor:
@@ -301,7 +336,7 @@ class KVCache:
             known = self.num_pad_host[rows] if isinstance(rows, slice) else [self.num_pad_host[row] for row in rows]
         cache = type(self)(k, v, self.num_pad[chosen], self.kv_owner, force_mask=self.force_mask, num_pad_host=known)
         cache.length = self.length
-        cache.shared = None if self.shared is None else self.shared.of(chosen)
+        cache.shared = None if self.shared is None else self.shared.of(rows)
         return cache
 
 
@@ -456,7 +491,7 @@ class LastTokensView(StepView):
 
     def columns(self, layer: int) -> KVRange:
         cache = self._cache
-        shared = None if cache.shared is None else cache.shared.columns(layer)
+        shared = None if cache.shared is None else cache.shared.step_columns(layer)
         return KVRange(cache.k[layer], cache.v[layer], cache.num_pad, self._last_columns, cache.slots, shared)
 
     def attend(

@@ -122,7 +122,7 @@ class Decoder(nn.Module):
     @property
     def supports_shared_prefix(self) -> bool:
         """True if rows can read one copy of a prefix that they share (`Backend.supports_shared_prefix`)."""
-        return backend_on(self.device).supports_shared_prefix(self._fused)
+        return self.placement is None and backend_on(self.device).supports_shared_prefix(self._fused)
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from skipdecode.backends import device
-from skipdecode.backends.backend import Backend
+from skipdecode.backends.backend import Backend, GraphKVRange, KVRange, SharedPrefix
+from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads
+from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.families import config_of
@@ -65,6 +68,34 @@ def some_requests(num_new: int, lengths: tuple[int, ...] = (1, 9, 4, 16, 7), **k
     sampling = Sampling(max_new_tokens=num_new, ignore_eos=True, **keys)  # type: ignore[arg-type]
     prompts = [[2, *torch.randint(4, 200, (n - 1,), generator=rng).tolist()] for n in lengths]
     return [Request(f"row-{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+
+
+class CheckedKernels(TorchKernels):
+    """The reference, which asserts what Triton's kernels take for granted of groups of rows that share a prefix."""
+
+    def attend(
+        self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: KVRange | GraphKVRange
+    ) -> Tensor:
+        if columns.shared is not None:
+            check_groups(columns.shared)
+        return super().attend(heads, q, k, v, columns)
+
+
+def check_groups(shared: SharedPrefix) -> None:
+    """Each row with a prefix is in one group, with none but rows that have the same; groups end with the first empty
+    one."""
+    assert shared.groups is not None
+    rows, starts, sizes = (own.tolist() for own in shared.groups[:3])
+    begin, counts, offsets = int(shared.groups.numbers[0]), shared.counts.tolist(), shared.offsets.tolist()
+    grouped = []
+    for start, size in zip(starts, sizes, strict=True):
+        if size == 0:
+            break
+        assert 0 < size <= PREFIX_ROWS, size
+        here = [row - begin for row in rows[start : start + size] if 0 <= row - begin < len(counts)]
+        assert len({(offsets[row], counts[row]) for row in here}) <= 1, (here, offsets, counts)
+        grouped += here
+    assert sorted(grouped) == [row for row, count in enumerate(counts) if count], (grouped, counts)
 
 
 @contextmanager

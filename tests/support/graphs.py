@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from skipdecode.backends.cuda_backend import CudaBackend
-from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import GraphCapture, Work
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
-from tests.support.cuda_models import cpu_computed_by
+from tests.support.cuda_models import CheckedKernels, cpu_computed_by
 from tests.support.naive import random_prompts
 
 L = 6
@@ -24,7 +23,7 @@ Ending = Callable[[str], Path]
 @contextmanager
 def cpu_as_cuda() -> Iterator[None]:
     """Everything on the CPU as CUDA devices do it; models are packed within."""
-    with cpu_computed_by(CudaBackend(TorchKernels())):
+    with cpu_computed_by(CudaBackend(CheckedKernels())):
         yield
 
 

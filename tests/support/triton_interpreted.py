@@ -9,21 +9,40 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from skipdecode.backends import triton_kernels
-from skipdecode.backends.backend import TORCH, GraphKVRange, KVRange, PackedPrompts
+from skipdecode.backends.backend import (
+    TORCH,
+    GraphKVRange,
+    KVRange,
+    PackedPrompts,
+    PrefixGroups,
+    SharedPrefix,
+    prefix_groups,
+)
 from skipdecode.backends.cuda_backend import CudaBackend
-from skipdecode.backends.cuda_kernels import Heads, Norm
-from skipdecode.backends.kernel_self_test import KernelShape, self_test
+from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Norm
+from skipdecode.backends.kernel_self_test import KernelShape, Of, self_test
 from skipdecode.backends.torch_kernels import TorchKernels, normed_by
 from skipdecode.backends.torch_sampling import NO_TOKEN, likeliest, pick_by_sort
 from skipdecode.backends.triton_kernels import TritonKernels
 from skipdecode.config.model import FeedForwardKind
-from skipdecode.engine.generate import generate, refill
+from skipdecode.config.sampling import Sampling
+from skipdecode.engine.cuda_graphs import CudaGraphs
+from skipdecode.engine.generate import generate, generate_continuous, refill
+from skipdecode.engine.prefix_sharing import share_prefixes
+from skipdecode.engine.request import Request
+from skipdecode.engine.static_batch import StaticBatch
+from skipdecode.model.decoder import Decoder
 from skipdecode.model.random_numbers import row_uniforms
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, SkipDecode, SwiftKVPrefill, Unified
@@ -127,6 +146,113 @@ def places(
     near(keys, wanted_keys, 4 * step)
     assert torch.equal(values.isnan(), wanted_values.isnan())
     assert torch.equal(values.nan_to_num(), wanted_values.to(dtype).nan_to_num())
+
+
+def prefixes(
+    K: int, H: int, G: int, dtype: torch.dtype, lengths: Sequence[int], users: Sequence[int], owns: Sequence[int],
+    each: Sequence[int] | None = None, *, turns: float = 0.0, norms: bool = False, splits: int = 1, parts: int = 1,
+    window: int | None = None, has_table: bool = False, skipped: int = 0,
+) -> None:  # fmt: skip
+    """Rows behind shared prefixes with so many tokens (`users`: of each row its prefix, -1: none), with `owns` columns
+    of their own and `each` new ones (None: one), against the reference in float32 that reads copies. `skipped`: rows of
+    the batch that are not in the step."""
+    rng = torch.Generator().manual_seed(K + H + splits + len(users))
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
+
+    def on(given: Sequence[int]) -> Tensor:
+        return torch.tensor(given, device=DEVICE, dtype=torch.int64)
+
+    rotary_table = torch.randn(100, int(K * turns), generator=rng).to(DEVICE) if turns else None
+    q_norm, k_norm = (numbers(K).abs() + 0.5, numbers(K).abs() + 0.5) if norms else (None, None)
+    heads = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6, window)
+    of_heads = (None if w is None else w.float() for w in (q_norm, k_norm))
+    wide = Heads(H, G, K, rotary_table, *of_heads, epsilon=1e-6, window=window)
+    news, R, B, P = each or [1] * len(users), max(1, len(lengths)), len(users), max(lengths, default=0)
+    pads, S, C = [row % 4 for row in range(B)], P + 8, 4 + max(owns) + max(news)
+    half, of_prefixes = B * G * C * K, R * G * S * K
+    memory = torch.full((2 * (half + of_prefixes) + 64,), torch.nan, dtype=dtype, device=DEVICE)
+    k_at, v_at, pk_at, pv_at = 16, 32 + half, 48 + 2 * half, 48 + 2 * half + of_prefixes
+    keys, values = (memory[at : at + half].view(B, G, C, K) for at in (k_at, v_at))
+    held = [memory[at : at + of_prefixes].view(R, G, S, K) for at in (pk_at, pv_at)]
+    begins = [2 * (number % 3) for number in range(R)]
+    whole = [torch.full((B, G, P + C, K), torch.nan, device=DEVICE) for _ in "kv"]
+    for own, shared, both in zip((keys, values), held, whole, strict=True):
+        for number, length in enumerate(lengths):
+            shared[number, :, begins[number] : begins[number] + length] = numbers(G, length, K)
+        for row, user in enumerate(users):
+            at = pads[row]
+            own[row, :, at : at + owns[row]] = numbers(G, owns[row], K)
+            both[row, :, P:] = own[row].float()
+            if user >= 0:
+                length, begin = lengths[user], begins[user]
+                both[row, :, P + at - length : P + at] = shared[user, :, begin : begin + length].float()
+    tokens = [(row, i) for row, n in enumerate(news) for i in range(n)]
+    rows, N = [row for row, _ in tokens], len(tokens)
+    counts = [lengths[users[row]] if users[row] >= 0 else 0 for row in rows]
+    places = [(users[row] * G * S + begins[users[row]] if n else 0, n) for row, n in zip(rows, counts, strict=True)]
+    first, slots = on([pads[row] for row in rows]), on(rows)
+    last = on([pads[row] + owns[row] + i for row, i in tokens])
+    q, k, v = numbers(N, (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
+    seen = KVRange(whole[0], whole[1], first + P - on(counts), last + P, slots)
+    wanted = REFERENCE.attend(wide, q.float(), k.float(), v.float(), seen)
+    lines = prefix_groups([(begins[0], lengths[0])] * skipped + places if lengths else places, PREFIX_ROWS)
+    of, starts, sizes = torch.from_numpy(lines).to(DEVICE)
+    groups = PrefixGroups(of, starts, sizes, torch.arange(skipped, skipped + N, device=DEVICE))
+    offsets = on([offset for offset, _ in places])
+    where, of_held = on([k_at, v_at, G * C * K, C * K]), on([pk_at, pv_at, G * S * K, S * K])
+    columns: KVRange | GraphKVRange
+    if has_table:
+        columns = GraphKVRange(
+            memory, where, first, last, SharedPrefix(memory, memory, offsets, on(counts), groups, of_held)
+        )
+    else:
+        among = on([[i for _, i in tokens], [news[row] for row in rows]])  # type: ignore[arg-type,list-item]
+        columns = KVRange(
+            keys, values, first, last, slots, SharedPrefix(held[0], held[1], offsets, on(counts), groups),
+            query_index=among, max_queries=max(news),
+        )  # fmt: skip
+    before = memory[pk_at:].clone()
+    with split_into(splits, parts):
+        made = TRITON.attend(heads, q, k, v, columns)
+    near(made, wanted, (16 if norms else 8) * ROUNDING[dtype])
+    near(keys, whole[0][:, :, P:].where(~keys.isnan(), torch.nan), 4 * ROUNDING[dtype])
+    assert torch.equal(memory[pk_at:].nan_to_num(), before.nan_to_num()), "prefixes are only read"
+
+
+@contextmanager
+def split_into(splits: int, parts: int) -> Iterator[None]:
+    """Columns of rows and of prefixes, where they have 32 or more for each part."""
+    with (
+        patch.object(triton_kernels, "splits_for", lambda *_: splits),
+        patch.object(triton_kernels, "prefix_splits_for", lambda *_: parts),
+        patch.object(triton_kernels, "MIN_CHUNK", 32),
+    ):
+        yield
+
+
+def ragged(examples: int) -> None:
+    """Any prefixes, rows and lengths."""
+
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+    @given(data=st.data(), G=st.sampled_from([1, 2]), group=st.sampled_from([1, 3, 4]), R=st.integers(1, 3))
+    def run(data: st.DataObject, G: int, group: int, R: int) -> None:
+        lengths = [2 * n for n in data.draw(st.lists(st.integers(1, 45), min_size=R, max_size=R))]
+        users = data.draw(st.lists(st.integers(-1, R - 1), min_size=1, max_size=20))
+        owns = data.draw(st.lists(st.integers(0, 40), min_size=len(users), max_size=len(users)))
+        each = None
+        if data.draw(st.booleans()):
+            users, owns = users[:6], owns[:6]
+            each = data.draw(st.lists(st.integers(1, 4), min_size=len(users), max_size=len(users)))
+        prefixes(
+            16, G * group, G, FP32, lengths, users, owns, each, turns=data.draw(st.sampled_from([0.0, 0.5])),
+            splits=data.draw(st.sampled_from([1, 2])), parts=data.draw(st.sampled_from([1, 2, 4])),
+            window=data.draw(st.sampled_from([None, 5, 40])), skipped=data.draw(st.integers(0, 3)),
+            has_table=each is None and data.draw(st.booleans()),
+        )  # fmt: skip
+
+    run()
 
 
 def prompts(
@@ -275,10 +401,11 @@ def first_kernels() -> None:
         2, 2, head_dim=80, rotary_dim=20, has_qk_norm=True, window=5, width=160, vocab_size=300, dtype=torch.float32
     )
     for shape in (KernelShape(), wide):
-        for of_prompts in (False, True):
-            if of_prompts and TRITON.why_no_prompts(shape.head_dim, shape.dtype, torch.device(DEVICE)) is not None:
-                continue
-            problem = self_test(TRITON, torch.device(DEVICE), shape, of_prompts=of_prompts)
+        kinds: list[Of] = ["steps", "prompts", *(["prefixes"] if shape == wide else [])]  # type: ignore[list-item]
+        if TRITON.why_no_prompts(shape.head_dim, shape.dtype, torch.device(DEVICE)) is not None:
+            kinds.remove("prompts")
+        for of in kinds:
+            problem = self_test(TRITON, torch.device(DEVICE), shape, of=of)
             assert problem is None, problem
 
 
@@ -308,6 +435,42 @@ def lossless(name: str) -> None:
     assert sum(batch.stats.drafted_at) > 0
 
 
+def sharing(
+    name: str, *, num_new: int = 6, lengths: tuple[int, int] = (34, 38), swiftkv: bool = False,
+    is_captured: bool = True, is_joined: bool = True,
+) -> None:  # fmt: skip
+    """Rows that share prefixes of these lengths, in a batch, of captured steps or not, and as rows that join: tokens
+    are those of torch, in float32, without sharing."""
+    rng = torch.Generator().manual_seed(4)
+    ids = [[2, *torch.randint(4, 200, (n - 1,), generator=rng).tolist()] for n in (*lengths, 2, 5, 1, 3)]
+    prompts = [head + end for head, end in ((ids[0], ids[2]), (ids[1], ids[3]), (ids[0], ids[4]), (ids[1], ids[5]))]
+    prompts += [ids[0] + ids[5], ids[4]]
+    requests = [Request(str(row), prompt, Sampling(num_new, ignore_eos=True)) for row, prompt in enumerate(prompts)]
+    shared = share_prefixes(prompts, [*([lengths[at]] for at in (0, 1, 0, 1, 0)), []])
+    assert shared is not None
+    skipping = SkipDecode(2, 2, 1, 1, num_new)
+    schedule = SwiftKVPrefill(skipping, 1) if swiftkv else skipping
+
+    def model_of() -> Decoder:
+        model = random_model(name, layers=2)
+        return (model.with_swiftkv(1) if swiftkv else model).pack()
+
+    with cpu_computed_by(TORCH):
+        wanted = [c.tokens for c in generate(model_of(), requests, schedule).completions]
+    with cpu_computed_by(CudaBackend(TRITON)), split_into(1, 2):
+        model = model_of()
+        graphs = CudaGraphs(model, 1 << 22, max_rows=8) if is_captured else None
+        if graphs is not None:
+            graphs.pool.memory.fill_(torch.nan)
+        batch = StaticBatch(model, requests, schedule, graphs=graphs, sharing=shared)
+        assert batch._cache.shared is not None, "copied"
+        made = generate(model, requests, schedule, graphs=graphs, sharing=shared)
+        assert [c.tokens for c in made.completions] == wanted
+        if is_joined:
+            joined = generate_continuous(model, requests, schedule, max_rows=4, sharing=shared)
+            assert [c.tokens for c in joined.completions] == wanted
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES: dict[str, Callable[[], None]] = {
     "attention, OPT, heads of 64": lambda: attention(64, 2, 2, FP32),
@@ -334,6 +497,14 @@ CASES: dict[str, Callable[[], None]] = {
     "places, Qwen3": lambda: places(128, 4, 2, FP32, [2, 4, 1, 3], turns=1.0, norms=True, splits=2),
     "places, a window": lambda: places(64, 4, 2, FP32, [3, 9, 4, 2], turns=1.0, splits=4, window=37),
     "places, a window of few": lambda: places(64, 2, 2, FP32, [5, 5, 1, 5], turns=1.0, window=3),
+    "prefixes, OPT": lambda: prefixes(64, 2, 2, FP32, [70, 34], [0, 1, -1, 0, 1], [3, 40, 9, 0, 31], splits=2, parts=4),
+    "prefixes, Llama, bfloat16, a table, many rows": lambda: prefixes(
+        32, 4, 1, BF16, [36, 8], [0] * 18 + [1, -1], [*range(20)], turns=1.0, parts=2, has_table=True
+    ),
+    "prefixes, Qwen3, several columns a row, of the last rows": lambda: prefixes(
+        32, 4, 2, FP32, [66], [0, -1, 0], [5, 3, 0], [2, 1, 4], turns=1.0, norms=True, splits=2, parts=2, skipped=2
+    ),
+    "prefixes, ragged": lambda: ragged(4),
     "prompts, OPT, bfloat16": lambda: prompts(80, 2, 2, BF16),
     "prompts, Llama": lambda: prompts(64, 8, 2, FP32, turns=1.0),
     "prompts, a quarter turns, float16": lambda: prompts(80, 3, 3, FP16, turns=0.25),
@@ -357,6 +528,7 @@ CASES: dict[str, Callable[[], None]] = {
     "draw, ties": lambda: draw_ties((0, 3, 7), (0.25, 0.875), (0.55,)),
     "first kernels": first_kernels,
     "decoder, OPT": lambda: decoder("opt"),
+    "sharing, Llama": lambda: sharing("llama", num_new=2, lengths=(16, 18), is_joined=False),
     "decoder, OPT-350m": lambda: decoder("opt, norms behind"),
 }
 SLOW: dict[str, Callable[[], None]] = {
@@ -366,6 +538,19 @@ SLOW: dict[str, Callable[[], None]] = {
     "places, three queries a head, stored already": lambda: places(
         64, 6, 2, FP32, [17, 1, 12, 2], is_stored=True, splits=2
     ),
+    "prefixes, OPT, heads of 80, float16": lambda: prefixes(
+        80, 2, 2, FP16, [100, 20], [0] * 9 + [1] * 3, [7] * 12, splits=4, parts=4
+    ),
+    "prefixes, Gemma 3, a window": lambda: prefixes(
+        128, 4, 1, FP32, [80, 300], [0, 1, 1, 0, -1], [3, 9, 60, 0, 5], turns=1.0, norms=True, parts=4, window=33
+    ),
+    "prefixes, 70 query heads": lambda: prefixes(16, 70, 1, FP32, [40], [0, 0, 0], [1, 2, 3], parts=2),
+    "prefixes, ragged, many": lambda: ragged(150),
+    "sharing, Llama, longer": lambda: sharing("llama"),
+    "sharing, Llama, not captured": lambda: sharing("llama", is_captured=False),
+    **{f"sharing, {name}": partial(sharing, name) for name in ("opt", "qwen3", "gemma3", "stablelm")},
+    "sharing, OPT, norms behind": lambda: sharing("opt, norms behind"),
+    "sharing, Llama, SwiftKV": lambda: sharing("llama", swiftkv=True),
     "lossless, OPT": lambda: lossless("opt"),
     "draw, many": lambda: draw(FP32, 5000, 3.0, 6),
     "draw, bfloat16, many": lambda: draw(BF16, 2500, 2.0, 6),

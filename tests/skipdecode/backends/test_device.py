@@ -20,6 +20,7 @@ from skipdecode.backends.kernel_self_test import KernelShape, self_test
 from skipdecode.backends.torch_kernels import TorchKernels
 from skipdecode.config.model import FeedForwardKind
 from skipdecode.families import released
+from tests.support.cuda_models import cpu_computed_by, random_model
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,7 @@ def _anew() -> Iterator[None]:
         kept.cache_clear()
     device._unfit.clear()
     device._unfit_prompts.clear()
+    device._unfit_prefixes.clear()
 
 
 @pytest.fixture
@@ -118,7 +120,8 @@ def test_the_kernels_are_tested_at_the_shapes_of_a_model(name: str) -> None:
     for shape in shapes:
         small = replace(shape, vocab_size=3000, ffn_dim=64)
         assert self_test(TorchKernels(), torch.device("cpu"), small) is None
-        assert self_test(TorchKernels(), torch.device("cpu"), small, of_prompts=True) is None
+        assert self_test(TorchKernels(), torch.device("cpu"), small, of="prompts") is None
+        assert self_test(TorchKernels(), torch.device("cpu"), small, of="prefixes") is None
 
 
 class NoWideHeads(TorchKernels):
@@ -149,6 +152,33 @@ def _tested_on_cpu(
 ) -> str | None:
     found: str | None = test(kernels, torch.device("cpu"), *(replace(one, vocab_size=3000) for one in shape), **how)
     return found
+
+
+class NoPrefixes(TorchKernels):
+    """Kernels that do not see what lies before a row's own columns."""
+
+    def attend(self, heads: Heads, q: Tensor, k: Tensor | None, v: Tensor | None, columns: Any) -> Tensor:
+        return super().attend(heads, q, k, v, columns._replace(shared=None))
+
+
+def test_prefixes_that_are_read_wrongly_are_copied(
+    h100: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All other kernels stay in use."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(device, "_triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(device, "missing", lambda: None)
+    for kernels, reads in ((TorchKernels, True), (NoPrefixes, False)):
+        use_kernels(monkeypatch, kernels)
+        for kept in (choose_cuda, cuda_backend):
+            kept.cache_clear()
+        check_kernels(released("llama-3.1-8b"), torch.bfloat16, torch.device("cuda"))
+        backend, model = cuda_backend(), random_model("llama", dtype=torch.bfloat16)
+        with cpu_computed_by(backend):
+            layers = [layer.kernel for layer in model.pack().layers]
+        assert backend.why_padded(layers, torch.bfloat16, torch.device("cuda")) is None
+        assert backend.supports_shared_prefix(layers) == reads
+    assert "rows get copies of the prefixes that they share: the kernel of shared prefixes is wrong" in caplog.text
 
 
 class NoPackedPrompts(TorchKernels):

@@ -185,7 +185,7 @@ def test_compaction_asks_for_rungs(model: Decoder) -> None:
     """The row counts of real batches are those that the count above takes for granted."""
     graphs, seen = CudaGraphs(model, ROOM), set()
     step = graphs._step
-    graphs._step = lambda plan, rows: (seen.add(rows), step(plan, rows))[1]  # type: ignore[assignment,func-returns-value]
+    graphs._step = lambda plan, rows, *rest: (seen.add(rows), step(plan, rows, *rest))[1]  # type: ignore[assignment,func-returns-value]
     requests = make_requests([3, 9, 1, 5, 12, 7, 2, 8, 10, 4, 6] * 2, 60)
     wanted = generate(model, requests, FullDepth(L))
     stats = generate(model, requests, FullDepth(L), graphs=graphs).stats

@@ -36,7 +36,7 @@ def test_steps_without_graphs_are_rehearsed_at_load(model: Decoder, monkeypatch:
     """Kernels are compiled for numbers of rows, and a batch must not wait for that."""
     graphs, seen = CudaGraphs(model, ROOM, max_rows=8, captures=FakeCaptures(RuntimeError("no"))), []
     step = graphs._step
-    monkeypatch.setattr(graphs, "_step", lambda plan, rows: (seen.append(rows), step(plan, rows)))
+    monkeypatch.setattr(graphs, "_step", lambda plan, rows, *rest: (seen.append(rows), step(plan, rows, *rest)))
     graphs.capture_all(plans_of([SkipDecode(L, 5, 2, 1, 19)], 20))
     assert graphs.num_graphs == 0
     assert set(seen) == set(graphs.rungs)

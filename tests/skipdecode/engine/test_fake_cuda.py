@@ -16,6 +16,7 @@ from skipdecode.config.model import SwiftKVConfig
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.prefill import allocate_cache, feed_prompts, pad_prompts
+from skipdecode.engine.prefix_sharing import share_prefixes
 from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.families import FAMILIES
@@ -123,6 +124,31 @@ def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:
         assert made.dtype == torch.int64
         assert counted["argmax_kernel"] == 1
         assert not {"_to_copy", "argmax"} & set(counted)
+
+
+def test_captured_steps_behind_shared_prefixes() -> None:
+    """Two kernels more in each layer that runs; the host reads nothing in a step, nor where rows have left."""
+    ends = [3 + row % 5 for row in range(20)]
+    prompts = [*([2, *range(10, 109), *[5 + row] * n] for row, n in enumerate(ends[:19])), [2, 3, 4]]
+    requests = [Request(str(row), prompt, Sampling(max_new_tokens=NEW)) for row, prompt in enumerate(prompts)]
+    schedule, sharing = SkipDecode(3, 3, 2, 1, 2), share_prefixes(prompts, [[100]] * 19 + [[]])
+    with fake_cuda() as fake:
+        model = fake_model("llama-3.2-1b", layers=3)
+        graphs = CudaGraphs(model, 1 << 30, max_rows=32, captures=FakeCaptures())
+        graphs.capture_all(plans_of([schedule], NEW))
+        static = StaticBatch(model, requests, schedule, graphs=graphs, sharing=sharing, check_every=NEW)
+        assert static._cache.shared is not None
+        with NoWaits():
+            static.prefill()
+            for _ in range(3):
+                static.step()
+            with fake.counting() as counted:
+                static.step()
+            assert counted["attend_prefix_kernel"] == counted["attend_kernel"] == 2
+            assert counted["store_kernel"] == 2  # of queries after their rotation
+            assert sum(counted.values()) <= 2 * 10 + 20, counted
+            static._keep([0, 5, 19])
+            static.step()
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])

@@ -28,11 +28,11 @@ from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.ffn_skip import SkipBand
 from skipdecode.schedules.schedule import EarlyExit, FullDepth, Schedule, SkipDecode, SwiftKVPrefill
-from tests.support.cuda_models import SHAPES, cpu_computed_by, random_model
+from tests.support.cuda_models import SHAPES, CheckedKernels, cpu_computed_by, random_model
 from tests.support.naive import random_prompts
 
 
-class Counting(TorchKernels):
+class Counting(CheckedKernels):
     """Counts the tokens of each call for packed prompts."""
 
     def __init__(self) -> None:
@@ -132,21 +132,24 @@ def test_keys_and_values_are_those_of_padded_prompts(name: str, dtype: torch.dty
     name=st.sampled_from(["opt", "llama", "qwen3", "gemma3"]),
     swiftkv=st.booleans(),
     most=st.sampled_from([12, 8192]),
+    most_rows=st.sampled_from([3, 99]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=8)
-def test_prefixes_that_rows_share(mix: list[tuple[int, int]], name: str, swiftkv: bool, most: int, seed: int) -> None:
-    """Fed once, nested too, and then copied to the rows, whose own ends are fed behind them."""
+def test_prefixes_that_rows_share(
+    mix: list[tuple[int, int]], name: str, swiftkv: bool, most: int, most_rows: int, seed: int
+) -> None:
+    """Fed once, nested too, and read in place by all rows, of which others join as some end."""
     kind = "swiftkv" if swiftkv and name == "llama" else None
-    model, schedule = model_of(name, kind), FullDepth(4)
+    model, schedule = model_of(name, kind), SkipDecode(4, 4, 2, 1, 5)
     if kind is not None:
         schedule = SwiftKVPrefill(schedule, 2)  # type: ignore[assignment]
-    head, *ends = random_prompts([8, *(2 * n for n, _ in mix)], seed=seed, vocab=200)
+    head, *ends = random_prompts([32, *(2 * n for n, _ in mix)], seed=seed, vocab=200)
     prompts, marks = [], []
     for number, (end, (_, rows)) in enumerate(zip(ends, mix, strict=True)):
         for row in range(rows):
             prompts.append([*head, *end, 150 + 5 * number + row, *range(10, 10 + row)])
-            marks.append([8, 8 + len(end)])
+            marks.append([32, 32 + len(end)])
     prompts.append([7, 8, 9])
     marks.append([])
     sharing, requests = share_prefixes(prompts, marks), requests_of(prompts, 4)
@@ -157,7 +160,7 @@ def test_prefixes_that_rows_share(mix: list[tuple[int, int]], name: str, swiftkv
         made = generate(model, requests, schedule, sharing=sharing)
         assert [c.tokens for c in made.completions] == wanted
         fed = sum(KERNELS.tokens)
-        joined = generate_continuous(model, requests, schedule, max_rows=len(requests), sharing=sharing)
+        joined = generate_continuous(model, requests, schedule, max_rows=most_rows, sharing=sharing)
         assert [c.tokens for c in joined.completions] == wanted
     attending = 1 if kind else 3  # layers below the last one, and below SwiftKV's
     assert fed <= attending * (sum(map(len, prompts)) - made.stats.prefix_tokens_saved) * (2 if kind else 1)

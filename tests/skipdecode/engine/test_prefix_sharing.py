@@ -1,5 +1,6 @@
 """Heads of prompts that are run once: the tokens of prompts run alone, for any mix, method, family and back end."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from skipdecode.config.model import Quantization
 from skipdecode.engine.continuous_batch import ContinuousBatch
-from skipdecode.engine.cuda_graphs import CudaGraphs
+from skipdecode.engine.cuda_graphs import CudaGraphs, plans_of
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefill import allocate_cache, pad_prompts
 from skipdecode.engine.prefix_sharing import PrefixSharing, share_prefixes
@@ -22,7 +23,7 @@ from skipdecode.schedules.lossless import Lossless
 from skipdecode.schedules.schedule import FullDepth, Schedule, SkipDecode, SwiftKVPrefill, Unified
 from skipdecode.speculative.generate_lossless import generate_lossless
 from tests.support.cpu_backends import BACKENDS, KINDS, forced, params_of
-from tests.support.graphs import cpu_as_cuda
+from tests.support.graphs import FakeCaptures, cpu_as_cuda
 from tests.support.schedules import SCHEDULES
 from tests.support.shared_prompts import LAYERS as L
 from tests.support.shared_prompts import gemma3, grouped_prompts, llama, opt, random_decoder, requests_of
@@ -186,17 +187,71 @@ def test_where_nothing_reads_a_shared_copy_rows_have_their_own() -> None:
         assert static.cache_bytes == L * bytes_of(49 + 3, 3, "llama")
 
 
-def test_graphs_read_copies() -> None:
+def test_graphs_read_one_copy_of_prefixes() -> None:
+    """Batches in turns, with prefixes and without; rows that end early are dropped. A graph is captured anew with the
+    first batch that has prefixes, and serves those without, too. Memory is given back."""
     prompts, marks = nested()
-    requests = requests_of(prompts, [5, 8])
+    requests, schedule = requests_of(prompts, [5, 12, 3]), SkipDecode(L, 4, 2, 1, 11)
+    sharing = share_prefixes(prompts, marks)
     with cpu_as_cuda():
         model = random_decoder(llama()).pack()
-        graphs = CudaGraphs(model, 1 << 24)
+        wanted = [c.tokens for c in generate(model, requests, schedule).completions]
+        captures = FakeCaptures()
+        graphs = CudaGraphs(model, 1 << 24, max_rows=16, captures=captures)
         graphs.pool.memory.fill_(torch.nan)  # no column that a row has not written may matter
-        wanted = generate(model, requests, FullDepth(L))
-        made = generate(model, requests, FullDepth(L), graphs=graphs, sharing=share_prefixes(prompts, marks))
-    assert [c.tokens for c in made.completions] == [c.tokens for c in wanted.completions]
-    assert made.stats.prefix_tokens_saved > 0
+        graphs.capture_all(plans_of([schedule], 12))
+        before, free = captures.captures, graphs.pool.free_bytes
+        batches = [StaticBatch(model, requests, schedule, graphs=graphs, sharing=s) for s in (sharing, None, sharing)]
+        assert [batch._cache.shared is not None for batch in batches] == [True, False, True]
+        assert batches[0].cache_bytes < 0.8 * batches[1].cache_bytes
+        for batch in batches:
+            batch.prefill()
+        while not all(batch.is_done for batch in batches):
+            for batch in batches:
+                if not batch.is_done:
+                    batch.step()
+        assert [[row.tokens for row in batch.rows] for batch in batches] == [wanted] * 3
+        assert len(set(batches[0].stats.batch_rows)) > 1, "no rows were dropped"
+        again, late = graphs.num_graphs, graphs.num_late
+        assert late == captures.captures - before > 0
+        assert again == before, "in place of those that there were"
+        for shared in (sharing, None):
+            made = generate(model, requests, schedule, graphs=graphs, sharing=shared)
+            assert [c.tokens for c in made.completions] == wanted
+        assert graphs.num_late == late
+        del batch, batches, made
+        gc.collect()
+        assert graphs.pool.free_bytes == free
+
+
+def test_graphs_that_may_not_be_captured_anew_serve_batches_without_prefixes() -> None:
+    prompts, marks = nested()
+    requests, sharing = requests_of(prompts, [4]), share_prefixes(prompts, marks)
+    with cpu_as_cuda():
+        model = random_decoder(llama()).pack()
+        wanted = [c.tokens for c in generate(model, requests, FullDepth(L)).completions]
+        captures = FakeCaptures()
+        graphs = CudaGraphs(model, 1 << 24, max_rows=16, captures=captures)
+        graphs.capture_all(plans_of([FullDepth(L)], 4))
+        captures.fails = RuntimeError("no more")
+        for shared in (sharing, None):
+            made = generate(model, requests, FullDepth(L), graphs=graphs, sharing=shared)
+            assert [c.tokens for c in made.completions] == wanted
+        assert captures.replays == 3
+        assert graphs.failure == "RuntimeError: no more"
+
+
+def test_one_copy_is_taken_where_it_is_smaller() -> None:
+    """A long prompt beside those that share makes the columns of all rows as long: copies take less then."""
+    prompts = grouped_prompts([(40, [2, 3, 4])], 1)
+    sharing = share_prefixes(prompts, [[40]] * 3)
+    with cpu_as_cuda():
+        model = random_decoder(llama()).pack()
+        assert StaticBatch(model, requests_of(prompts, [2]), FullDepth(L), sharing=sharing)._cache.shared is not None
+        longer = [*prompts, [7] * 60]
+        mixed = share_prefixes(longer, [[40]] * 3 + [[]])
+        batch = StaticBatch(model, requests_of(longer, [2]), FullDepth(L), sharing=mixed)
+        assert batch._cache.shared is None
 
 
 @pytest.mark.parametrize("swiftkv", list(SWIFTKV))
@@ -232,6 +287,17 @@ def test_sharing_says_what_prompts_are(mix: list[tuple[int, list[int]]], seed: i
         assert parent < 0 or head[: len(sharing.prefixes[parent])] == sharing.prefixes[parent]
     for prompt, head in zip(prompts, sharing.prefix_of_row, strict=True):
         assert head < 0 or tuple(prompt[: len(sharing.prefixes[head])]) == sharing.prefixes[head]
+
+
+def test_the_cost_model_is_told_what_groups_read() -> None:
+    """Each prefix once for every 16 rows that have it; on CPUs once."""
+    prompts = grouped_prompts([(40, [2] * 17), (20, [3] * 2)], 1)
+    sharing = share_prefixes(prompts, [[40]] * 17 + [[20]] * 2)
+    assert sharing is not None
+    assert sharing.columns_read(None) == 40 + 20
+    assert sharing.columns_read(16) == 2 * 40 + 20
+    assert sharing.shape(prompts, copies=False, group_rows=16).columns_read_once == 17 * 40 + 2 * 20 - 100
+    assert sharing.shape(prompts, copies=True, group_rows=16).columns_read_once == 0
 
 
 def test_the_sharing_of_other_rows_is_refused() -> None:
