@@ -225,7 +225,8 @@ class Generator:
             batch_size=self.batch_size,
             buckets=self.config.length_buckets,
             shares_prefixes=self.config.shares_prefixes and not self.config.deterministic and len(self.devices) == 1,
-            copies_prefixes=not self.model.supports_shared_prefix or self.graphs is not None,
+            copies_prefixes=not self.model.supports_shared_prefix,
+            prefix_group_rows=backend_on(self.device).prefix_group_rows,
             prefill_costs=self._prefill_costs,
         )
 

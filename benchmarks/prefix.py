@@ -36,6 +36,7 @@ from benchmarks.peer_engines import Spec
 from benchmarks.peer_worker import Contestant, PeerError
 from pipeline.cluster.machine import provenance
 from pipeline.cluster.pool import num_cores
+from skipdecode.backends.device import backend_on
 from skipdecode.checkpoint.weights import load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
@@ -115,7 +116,15 @@ class Worker:
         return made | {"seconds": time.perf_counter() - start}
 
     def _predicted(self, prompts: list[list[int]], sharing: PrefixSharing | None, batch_rows: list[int]) -> float:
-        shape = None if sharing is None else sharing.shape(prompts, copies=not self.model.supports_shared_prefix)
+        shape = (
+            None
+            if sharing is None
+            else sharing.shape(
+                prompts,
+                copies=not self.model.supports_shared_prefix,
+                group_rows=backend_on(self.model.device).prefix_group_rows,
+            )
+        )
         batch = BatchShape(max(map(len, prompts)), batch_rows, rows=len(prompts), shared_prefixes=shape)
         return sum(predict_s(self.model.config, self.full, self.ceilings, batch, **self.sizes))
 

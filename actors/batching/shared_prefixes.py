@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from actors.batching.buckets import PlannedBatch, bucket_of, cut_batches
-from skipdecode.config.model import DecoderConfig
+from skipdecode.config.model import KV_ALIGNMENT, DecoderConfig
 from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.prefix_sharing import PREFIX_STEP, PrefixSharing, share_prefixes
 from skipdecode.schedules.schedule import Schedule
@@ -162,8 +162,14 @@ def cut_with_shared_prefixes(
             return batch_size(bucket_of(max(lengths[row] for row in rows), buckets))
         # different prefixes are adjacent in memory, each padded to the longest
         num_prefixes = len({number for row in rows for number in prefixes[row].ids})
-        longest = max(prefixes[row].length for row in rows)
-        return batch_size(bucket, prefix_columns=-(-num_prefixes * longest // len(rows)))
+        longest = -(-max(prefixes[row].length for row in rows) // KV_ALIGNMENT) * KV_ALIGNMENT
+        count = min(len(rows), batch_size(bucket))
+        while True:  # of fewer rows each has a larger share
+            in_batch = min(num_prefixes, -(-num_prefixes * count // len(rows)) + 1)  # one is cut in two
+            fits = batch_size(bucket, prefix_columns=-(-in_batch * longest // count))
+            if fits >= count:
+                return fits
+            count = fits
 
     batches = cut_by_prefix(lengths, prefixes, buckets, size)
     others = cut_batches(lengths, [None] * len(lengths), buckets, batch_size)

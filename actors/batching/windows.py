@@ -28,6 +28,8 @@ class WindowCutter:
     shares_prefixes: bool
     copies_prefixes: bool
     """True if the kernels need a copy of a shared prefix in the cache of every row."""
+    prefix_group_rows: int | None
+    """`Backend.prefix_group_rows`"""
     prefill_costs: Callable[[Schedule], PrefillCosts]
 
     def cut(self, requests: Sequence[Request]) -> list[PlannedBatch]:
@@ -70,7 +72,11 @@ class WindowCutter:
         """What the rows of a batch share, for the cost model."""
         prompts = [request.prompt_tokens for request in requests]
         sharing = prefixes_in(batch, prompts)
-        return None if sharing is None else sharing.shape(prompts, copies=self.copies_prefixes)
+        return (
+            None
+            if sharing is None
+            else sharing.shape(prompts, copies=self.copies_prefixes, group_rows=self.prefix_group_rows)
+        )
 
 
 def _in_window(batches: Sequence[PlannedBatch], rows: Sequence[int]) -> list[PlannedBatch]:

@@ -12,8 +12,10 @@ from actors.measuring.bench import random_model
 from actors.memory import DeviceMemory
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
 from benchmarks.gpu.decoding_checks import ITEMSIZE, SMALL, captured_and_timed, equal_tokens, small_model
+from skipdecode.backends.cuda_kernels import PREFIX_ROWS
+from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
-from skipdecode.cost.roofline import BatchShape, predict_s
+from skipdecode.cost.roofline import BatchShape, Ceilings, predict_s
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate
 from skipdecode.engine.prefix_sharing import share_prefixes
@@ -35,7 +37,7 @@ MAX_OF_PROMPTS = 0.8
 HEAD = 0.8
 """The share of a prompt that all rows have in common."""
 MAX_OF_SHARED = 0.7
-"""The share of the time of prompts that may be left when four fifths of each are shared."""
+"""The share of the time of prompts, and of that of steps, that may be left when four fifths of each are shared."""
 REPEATS = 3
 
 
@@ -118,7 +120,7 @@ def check_swiftkv(context: CheckContext) -> Found:
 
 def check_prefixes(context: CheckContext) -> Found:
     """Prompts that begin alike: a small float32 model has the same tokens whether their head is run once or by each;
-    in a large one it saves time."""
+    in a large one it saves time, of prompts and of steps."""
     context.release()
     torch.backends.cuda.matmul.allow_tf32 = False
     small = small_model(SMALL).to(context.device).pack()
@@ -128,10 +130,12 @@ def check_prefixes(context: CheckContext) -> Found:
     found: Found = {"rows": len(alike), "wrong_rows": wrong}
     if wrong:
         raise CheckFailed(f"{wrong} of {len(alike)} rows have other tokens when their head is run once", found)
-    context.note(found)
-    model = random_model(context.config, device=str(context.device), dtype=torch.bfloat16).pack()
+    ceilings = context.ceilings  # before the model takes the memory
     columns, rows = context.context_tokens // 2, min(context.rows)
     requests, head = beginning_alike(context, rows, columns, context.config.vocab_size), int(HEAD * columns) // 2 * 2
+    found["predicted"] = predicted = steps_behind(context.config, ceilings, requests, head)
+    context.note(found)
+    model = random_model(context.config, device=str(context.device), dtype=torch.bfloat16).pack()
     room = context.cache_bytes or DeviceMemory.of(context.device).for_caches(MEMORY_SHARE)
     graphs = CudaGraphs(model, room, max_rows=rows)
     for shares in (False, True):
@@ -139,9 +143,31 @@ def check_prefixes(context: CheckContext) -> Found:
         times = {"prompts_s": median(run.prefill_s for run in runs), "decode_s": median(run.decode_s for run in runs)}
         found["run once" if shares else "run by each"] = times | {"tokens_saved": runs[0].prefix_tokens_saved}
         context.note(found)
-    found["of_apart"] = share = found["run once"]["prompts_s"] / found["run by each"]["prompts_s"]  # type: ignore[index]
-    if context.device.type == "cuda" and share > MAX_OF_SHARED:
-        raise CheckFailed(f"with four fifths of each prompt shared, prompts take {share:.0%} of the time", found)
+    for kind in ("prompts", "decode"):
+        ratio = found["run once"][f"{kind}_s"] / found["run by each"][f"{kind}_s"]  # type: ignore[index]
+        found[f"{kind}_of_apart"] = ratio
+        if context.device.type == "cuda" and ratio > MAX_OF_SHARED:
+            raise CheckFailed(
+                f"with four fifths of each prompt shared, {kind} takes {ratio:.0%} of the time; predicted: {predicted}",
+                found,
+            )
+    return found
+
+
+def steps_behind(config: DecoderConfig, ceilings: Ceilings, requests: Sequence[Request], head: int) -> Found:
+    """Bytes that a decode step reads and milliseconds that it takes, by the cost model at the device's rates, where
+    each row reads its own copy of the head and where groups of rows read it together."""
+    prompts = [request.prompt_tokens for request in requests]
+    sharing, full = share_prefixes(prompts, [[head]] * len(prompts)), FullDepth(config.num_hidden_layers)
+    assert sharing is not None
+    once = sharing.shape(prompts, copies=False, group_rows=PREFIX_ROWS)
+    of_column, rows = 2 * ITEMSIZE * config.kv_dim * config.num_hidden_layers, len(prompts)
+    found: Found = {}
+    for name, shape in (("run by each", None), ("run once", once)):
+        batch = BatchShape(len(prompts[0]), [rows], shared_prefixes=shape)
+        _, step_s = predict_s(config, full, ceilings, batch, itemsize=ITEMSIZE, in_graphs=True)
+        columns = rows * (len(prompts[0]) + 1) - (shape.columns_read_once if shape else 0)
+        found[name] = {"kv_bytes": columns * of_column, "ms_per_step": 1e3 * step_s}
     return found
 
 

@@ -37,7 +37,10 @@ PLANNED: dict[str, Planned] = {
         "0.5 to 0.7 of the ceiling until batches are full; 0.7 to 0.8 of the rows that run are useful"
     ),
     "swiftkv": Planned("tokens are a CPU's; prompts take 0.53 of their time with half of the layers"),
-    "prefixes": Planned("tokens are equal; prompts take a quarter of their time, steps as long as without sharing"),
+    "prefixes": Planned(
+        "tokens are equal; prompts take a quarter of their time, steps 0.48 of it: 1.1 ms, in which 1.6 GB of keys and "
+        "values are read instead of 6.5 (OPT-1.3B, 64 rows of 512 tokens, 408 of them alike)"
+    ),
     "soak": Planned("a batch that does not fit, bad rows and a failed capture change nothing else; memory stays flat"),
     "overlap": Planned("two parts on two GPUs take 1.0 to 1.2 times as long as one"),
     "exact": Planned("every float32 token is transformers', but for a tie in perhaps one row of a thousand"),
