@@ -183,14 +183,14 @@ def failed_capture(worker: FaultyGenerator, _requests: list[Request]) -> int:
 
 def capture_again(graphs: CudaGraphs) -> None:
     """Captures one of the graphs anew, which fails at first. CheckFailed if it is not there then."""
-    (plan, rows), real = next(iter(graphs._replays)), graphs._captures
-    del graphs._replays[plan, rows]
+    (plan, rows), real = next(iter(graphs._graphs)), graphs._captures
+    del graphs._graphs[plan, rows]
     graphs._captures = FailsOnce(real, graphs.model.device)
     try:
         graphs.capture_all([plan], [rows])
     finally:
         graphs._captures = real
-    if (plan, rows) not in graphs._replays:
+    if (plan, rows) not in graphs._graphs:
         raise CheckFailed(f"after a capture that failed nothing can be captured: {graphs.failure or graphs.full}")
 
 

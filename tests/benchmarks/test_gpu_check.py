@@ -203,8 +203,8 @@ def test_one_part_is_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     step = CudaGraphs._step
 
-    def off_by_one(self: CudaGraphs, plan: object, rows: int) -> None:
-        step(self, plan, rows)  # type: ignore[arg-type]
+    def off_by_one(self: CudaGraphs, plan: object, rows: int, prefixes: object) -> None:
+        step(self, plan, rows, prefixes)  # type: ignore[arg-type]
         self._tokens[0].fill_(7)
 
     monkeypatch.setattr(CudaGraphs, "_step", off_by_one)
