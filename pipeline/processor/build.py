@@ -85,7 +85,7 @@ class Processor:
         rows = with_own_context(dataset)
         use_policies(rows.context, [FewBlocksAhead])  # else a corpus of short prompts waits in the driver
         if self._preprocess is not None:
-            rows = rows.map(partial(merged, function=self._preprocess), num_cpus=STAGE_CPUS, compute=few)
+            rows = rows.map(partial(merged, function=self._preprocess), num_cpus=STAGE_CPUS)
         prompter = Prompter.of(config.input, "", self._chat, datetime.now(UTC))
         keys = {"config": config, "tokens": tokens, "prompter": prompter}
         rows = rows.map_batches(prepare, fn_kwargs=keys, batch_size=PREPARED_ROWS, **light)
@@ -102,7 +102,7 @@ class Processor:
             num_gpus=pool.num_gpus or None,
         )
         rows = rows.map_batches(finish_windows, fn_kwargs={"tokens": tokens}, batch_size=None, **light)
-        return rows if self._postprocess is None else rows.map(self._postprocess, num_cpus=STAGE_CPUS, compute=few)
+        return rows if self._postprocess is None else rows.map(self._postprocess, num_cpus=STAGE_CPUS)
 
 
 def build_processor(
