@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.training.state import load_state, save_state
@@ -58,6 +58,35 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreT
 
 def schedules_of(*methods: str) -> list[Schedule]:
     return [make_schedule(decodes(L)[method], num_layers=L, max_new_tokens=9) for method in methods]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])
+def test_products_are_in_bfloat16_where_training_is(
+    kind: str, both: Callable[[str], tuple[PreTrainedModel, Decoder]]
+) -> None:
+    """As `train.precision` has it by default; gradients stay close to those of float32."""
+    model = both(kind)[1]
+    gradients: dict[bool, dict[str, Tensor]] = {}
+    products: list[torch.dtype] = []
+    hooks = [
+        module.register_forward_hook(lambda _module, _given, made: products.append(made.dtype))
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    for is_bfloat16 in (False, True):
+        products.clear()
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bfloat16):
+            loss = ResponseLoss(model)(teacher_batch(PAIRS, 0), *schedules_of("full", "skipdecode"))
+        loss.sum().backward()
+        assert set(products) == {torch.bfloat16 if is_bfloat16 else torch.float32}
+        gradients[is_bfloat16] = {n: p.grad.flatten() for n, p in model.named_parameters() if p.grad is not None}
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    for name, exact in gradients[False].items():
+        if exact.norm() > 1e-6:
+            assert F.cosine_similarity(exact, gradients[True][name], dim=0) > 0.99, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
