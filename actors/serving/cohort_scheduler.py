@@ -5,12 +5,13 @@ The requests of a cohort have one schedule and one length bucket, and share posi
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from actors.generator import Generator
+from actors.generator import Answer, Generator
 from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
 from skipdecode.engine.continuous_batch import ContinuousBatch
 from skipdecode.engine.prefill import has_room, rounded_columns
+from skipdecode.engine.request import Request
 from skipdecode.engine.static_batch import StaticBatch
 from skipdecode.schedules.lossless import Lossless
 
@@ -44,6 +45,11 @@ class CohortScheduler(Scheduler):
     @property
     def running(self) -> Sequence[CohortBatch]:
         return self._running
+
+    def ticket(self, request: Request, on_answer: Callable[[Answer], None] | None = None) -> Ticket:
+        if on_answer is not None:
+            raise ValueError("engine.scheduler: cohort has no places for the background; use continuous")
+        return super().ticket(request)
 
     def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
         num_running, num_max = len(self._running), self.config.max_cohorts

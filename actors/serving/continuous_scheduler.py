@@ -1,22 +1,26 @@
 """The scheduler `continuous`: requests with one schedule share a batch that they join and leave at any step.
 
-Requests whose batch has failed get batches of their own, of a limited size.
+Requests whose batch has failed get batches of their own, of a limited size. Requests in the background take places that
+no other request wants.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from actors.generator import Generator
-from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
+from actors.generator import Answer, Generator
+from actors.serving.scheduler import BACKGROUND_SHARE, EngineConfig, Scheduler, Ticket, group_of
 from skipdecode.engine.continuous_batch import ContinuousBatch, check_continuous
+from skipdecode.engine.generate import JOIN_AT
 from skipdecode.engine.request import Request
+from skipdecode.schedules.schedule import Schedule
 
 
 class RunningBatch:
     """A continuous batch and its requests, in the order of their arrival."""
 
-    def __init__(self, batch: ContinuousBatch, is_limited: bool) -> None:
-        self.batch, self.is_limited = batch, is_limited
+    def __init__(self, batch: ContinuousBatch, kind: "tuple[Schedule, bool, bool]") -> None:
+        """`kind`: that of its tickets (`_kind`)."""
+        self.batch, self.kind = batch, kind
         self.all_tickets: list[Ticket] = []
         """Ended ones included, until the next step."""
 
@@ -34,6 +38,13 @@ class RunningBatch:
         for ticket, row in zip(tickets, rows, strict=True):
             ticket.row = row
         self.all_tickets += tickets
+
+    def remove(self, ticket: Ticket) -> None:
+        """Ends the row of a ticket, which then has none."""
+        assert ticket.row is not None
+        self.batch.remove(ticket.row)
+        self.all_tickets.remove(ticket)
+        ticket.row = None
 
     def step(self) -> None:
         self.all_tickets = self.tickets
@@ -56,24 +67,57 @@ class ContinuousScheduler(Scheduler):
     def running(self) -> Sequence[RunningBatch]:
         return self._batches
 
-    def ticket(self, request: Request) -> Ticket:
-        ticket = super().ticket(request)
+    def ticket(self, request: Request, on_answer: Callable[[Answer], None] | None = None) -> Ticket:
+        ticket = super().ticket(request, on_answer)
         check_continuous(ticket.schedule)
         return ticket
 
     def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
+        return self._choose(waiting, self.cache_budget)[0]
+
+    def choose_background(self, waiting: deque[Ticket]) -> list[Ticket]:
+        budget = int(BACKGROUND_SHARE * self.cache_budget)
+        chosen, joined = self._choose(waiting, budget, self.config.background_prefill_tokens)
+        free = self.config.batch_size - len(joined)
+        if joined and len(chosen) == free < int(JOIN_AT * self.config.batch_size):
+            return []  # as in `refill`
+        return chosen
+
+    def make_room(self, waiting: deque[Ticket]) -> list[Ticket]:
+        gone: list[Ticket] = []
+        if not waiting or not any(ticket.is_background for batch in self._batches for ticket in batch.tickets):
+            return gone
+        first, most = waiting[0], max(1, self.config.max_prefill_tokens // waiting[0].bucket)
+        wanted = min(most, self.config.batch_size, sum(group_of(ticket) == group_of(first) for ticket in waiting))
+        while len(self.choose(waiting)) < wanted:
+            found = [(ticket, batch) for batch in self._batches for ticket in batch.tickets if ticket.is_background]
+            if not found:
+                break
+            youngest, batch = found[-1]
+            batch.remove(youngest)
+            gone.append(youngest)
+            self.clear_done()
+        return gone[::-1]
+
+    def _choose(
+        self, waiting: deque[Ticket], budget: int, max_prompt_tokens: int | None = None
+    ) -> tuple[list[Ticket], list[Ticket]]:
+        """The tickets that start together within `budget` bytes for all caches, and those of the batch that they
+        join."""
         if not waiting:
-            return []
+            return [], []
         running = self._batch_for(waiting[0])
         if running is None and len(self._batches) >= self.config.max_cohorts:
-            return []
+            return [], []
         running = running or self._new_batch(waiting[0])
         batch, others = running.batch, sum(other.cache_bytes for other in self._batches if other is not running)
 
         def fits(num_rows: int, prompt: int, num_new: int) -> bool:
-            return others + batch.bytes_with(num_rows, prompt, num_new) <= self.cache_budget
+            return others + batch.bytes_with(num_rows, prompt, num_new) <= budget
 
-        return self.select(waiting, running.tickets, fits, must_fit=len(self._batches) > 0)
+        joined = running.tickets
+        must_fit = len(self._batches) > 0
+        return self.select(waiting, joined, fits, must_fit, max_prompt_tokens), joined
 
     def start(self, tickets: list[Ticket]) -> None:
         """If their prompts fail, the batch that they were to join is as before."""
@@ -103,14 +147,21 @@ class ContinuousScheduler(Scheduler):
             self._batches.remove(running)
 
     def _new_batch(self, ticket: Ticket) -> RunningBatch:
-        return RunningBatch(self.generator.empty_batch(ticket.schedule), ticket.max_batch_rows is not None)
+        return RunningBatch(self.generator.empty_batch(ticket.schedule), _kind(ticket))
 
     def _batch_for(self, ticket: Ticket) -> RunningBatch | None:
         """The running batch that this request joins, now or, if batches are not limited, when there is memory."""
         for running in self._batches:
-            if running.batch.schedule != ticket.schedule or running.is_limited != (ticket.max_batch_rows is not None):
+            if running.kind != _kind(ticket):
                 continue
             limits = [t.max_batch_rows for t in (*running.tickets, ticket) if t.max_batch_rows is not None]
             if not limits or len(running.tickets) < min(limits):
                 return running
         return None
+
+
+def _kind(ticket: Ticket) -> tuple[Schedule, bool, bool]:
+    """Tickets of one kind share batches: those with one schedule, and of those whose batch has failed the ones in the
+    background on their own, so that their rows hurt no other request again."""
+    is_limited = ticket.max_batch_rows is not None
+    return ticket.schedule, is_limited, is_limited and ticket.is_background

@@ -3,20 +3,28 @@
 One thread owns it (`engine_thread`); it knows nothing of Ray, HTTP or text. Which rows decode together is the
 scheduler's choice. A batch that cannot be decoded is tried again in halves until the request at fault is alone, so that
 no request can hurt another, and no token is given out twice.
+
+Requests in the background (`Ticket.on_answer`) have a queue of their own, and join only while no other request waits.
+One that finds no place or memory takes those of the youngest rows in the background. These are decoded again later,
+with the same tokens, since random numbers depend on a row's id and step alone.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
 
-from actors.generator import Generator
+from actors.batching.prompt_scoring import is_scored_alone
+from actors.failures import RowFailure
+from actors.generator import Answer, Generator
 from actors.memory import is_device_lost
 from actors.serving.cohort_scheduler import CohortScheduler
 from actors.serving.continuous_scheduler import ContinuousScheduler
 from actors.serving.scheduler import EngineConfig, Scheduler, Ticket
 from skipdecode.engine.logprobs import score_prompt
-from skipdecode.engine.request import Request, refuse_too_long
-from skipdecode.engine.results import TokenLogprobs
+from skipdecode.engine.request import Request, completions_of, refuse_too_long
+from skipdecode.engine.results import Completion, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Progress:
 
 @dataclass
 class EngineCounts:
-    """Counts since the start, for metrics."""
+    """Counts since the start, for metrics; of requests in the background only where it says so."""
 
     finished: int = 0
     failed: int = 0
@@ -53,6 +61,12 @@ class EngineCounts:
     """Summed over the decode steps of rows that were not cancelled."""
     steps: int = 0
     row_steps: int = 0
+    """Rows in the background included."""
+    background_finished: int = 0
+    background_failed: int = 0
+    background_output_tokens: int = 0
+    gave_way: int = 0
+    """Times that a row in the background gave its place to another request."""
 
 
 @dataclass
@@ -65,18 +79,27 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.waiting: deque[Ticket] = deque()
+        self.background: deque[Ticket] = deque()
+        """Waiting requests in the background."""
         self.open: dict[Ticket, None] = {}
         """Requests that were neither cancelled nor told their end, in the order of their arrival."""
         kind = ContinuousScheduler if self.config.scheduler == "continuous" else CohortScheduler
         self._scheduler: Scheduler = kind(self.generator, self.config)
+        self._began: Literal["requests", "background"] | None = None  # all that the last step did
 
     @property
     def is_idle(self) -> bool:
-        return not self.waiting and not self._scheduler.running
+        return not self.waiting and not self.background and not self._scheduler.running
 
     @property
     def num_running(self) -> int:
-        return sum(len(batch.tickets) for batch in self._scheduler.running)
+        """Requests in batches, without those in the background."""
+        return sum(not ticket.is_background for batch in self._scheduler.running for ticket in batch.tickets)
+
+    @property
+    def num_background(self) -> int:
+        """Requests in the background that are in batches."""
+        return sum(ticket.is_background for batch in self._scheduler.running for ticket in batch.tickets)
 
     @property
     def cache_bytes(self) -> int:
@@ -88,31 +111,39 @@ class Engine:
         self.enqueue(ticket)
         return ticket
 
-    def ticket(self, request: Request) -> Ticket:
-        """The ticket of a request; raises ValueError if it can never run. Safe to call from any thread."""
+    def ticket(self, request: Request, on_answer: Callable[[Answer], None] | None = None) -> Ticket:
+        """The ticket of a request; raises ValueError if it can never run. Safe to call from any thread. `on_answer` as
+        in `Ticket`."""
+        if on_answer is not None and is_scored_alone(request):
+            request, on_answer = _with_a_token(request), partial(_answer_without_tokens, on_answer)
         refuse_too_long([request], self.generator.model.config.max_position_embeddings)
-        return self._scheduler.ticket(self.generator.compiled(request))
+        return self._scheduler.ticket(self.generator.compiled(request), on_answer)
 
     def enqueue(self, ticket: Ticket) -> None:
         """Queues what `ticket` returned."""
         self.open[ticket] = None
-        self.waiting.append(ticket)
+        self._queue_of(ticket).append(ticket)
+
+    def _queue_of(self, ticket: Ticket) -> deque[Ticket]:
+        return self.background if ticket.is_background else self.waiting
 
     def cancel(self, ticket: Ticket) -> None:
         """Drops a request: it leaves the queue now, or its batch at the next step."""
         if ticket not in self.open:
             return
         del self.open[ticket]
-        self.counts.cancelled += 1
+        self.counts.cancelled += not ticket.is_background
         if ticket.row is None:
-            self.waiting.remove(ticket)
+            self._queue_of(ticket).remove(ticket)
         else:
             ticket.row.cancel()
 
     def step(self) -> list[Progress]:
         """Starts at most one group of waiting requests, then lets the next batch do a step.
 
-        If it raises, the engine has ended, and no request that is `open` will be answered.
+        While rows are in the background, it does one of the two: what starts has its first tokens without a step of
+        theirs, and a request that arrives while prompts of the background run starts before the next step. If it
+        raises, the engine has ended, and no request that is `open` will be answered.
         """
         made: list[Progress] = []
         try:
@@ -123,21 +154,37 @@ class Engine:
         return made
 
     def _step(self, made: list[Progress]) -> None:
-        newcomers = self._scheduler.choose(self.waiting)
-        if newcomers:
-            for ticket in newcomers:
-                self.waiting.remove(ticket)
-                self.counts.input_tokens += len(ticket.request.prompt_tokens)
-            made += self._guarded(newcomers, lambda: self._start(newcomers))
+        began, self._began = self._began, None
+        if began != "requests":
+            self._give_way()
+            if newcomers := self._scheduler.choose(self.waiting):
+                made += self._guarded(newcomers, lambda: self._start(newcomers))
+                self._began = "requests" if self.num_background else None
+            elif began is None and not self.waiting and (rows := self._scheduler.choose_background(self.background)):
+                made += self._guarded(rows, lambda: self._start(rows))
+                self._began = "background"
+        if self._began is None:
+            self._decode(made)
+        self._scheduler.clear_done()
+
+    def _give_way(self) -> None:
+        """Makes room for the waiting requests."""
+        gone = self._scheduler.make_room(self.waiting)
+        self.background.extendleft(reversed(gone))
+        self.counts.gave_way += len(gone)
+
+    def _decode(self, made: list[Progress]) -> None:
         batch = self._scheduler.next()
         if batch is not None:
             tickets = batch.tickets
             self.counts.steps += 1
             self.counts.row_steps += len(tickets)
             made += self._guarded(tickets, batch.step)
-        self._scheduler.clear_done()
 
     def _start(self, newcomers: list[Ticket]) -> None:
+        for ticket in newcomers:
+            self._queue_of(ticket).remove(ticket)
+            self.counts.input_tokens += 0 if ticket.is_background else len(ticket.request.prompt_tokens)
         for ticket in newcomers:  # before they join a batch, which must not suffer if this fails
             if ticket.request.score_prompt and ticket.prompt_logprobs is None:
                 top = ticket.request.top_logprobs or 0
@@ -159,12 +206,17 @@ class Engine:
         made = self._progress([ticket for ticket in select if ticket.has_ended])  # these are complete
         left = [ticket for ticket in select if not ticket.has_ended]
         if len(select) == 1 and left:
+            (failed,) = left
+            del self.open[failed]
+            if failed.on_answer is not None:
+                self.counts.background_failed += 1
+                failed.on_answer(RowFailure("engine_error", reason))
+                return []
             self.counts.failed += 1
-            del self.open[left[0]]
-            return [Progress(left[0], [], [], [], error=reason)]
+            return [Progress(failed, [], [], [], error=reason)]
         for ticket in reversed(left):
             ticket.row, ticket.max_batch_rows = None, max(1, len(select) // 2)
-            self.waiting.appendleft(ticket)
+            self._queue_of(ticket).appendleft(ticket)
         return made
 
     def _progress(self, tickets: Sequence[Ticket]) -> list[Progress]:
@@ -173,6 +225,9 @@ class Engine:
         for ticket in tickets:
             row = ticket.row
             assert row is not None
+            if ticket.is_background:
+                self._answer(ticket)
+                continue
             new = row.tokens[ticket.num_sent :]
             if ticket not in self.open or (not new and row.is_running):
                 continue
@@ -200,9 +255,33 @@ class Engine:
             )
         return made
 
+    def _answer(self, ticket: Ticket) -> None:
+        """Answers a request in the background if its row has ended."""
+        row = ticket.row
+        if ticket not in self.open or ticket.on_answer is None or row is None or row.is_running:
+            return
+        del self.open[ticket]
+        (completion,) = completions_of([row], ticket.schedule)
+        if ticket.prompt_logprobs is not None:
+            completion = replace(completion, prompt_logprobs=ticket.prompt_logprobs)
+        self.counts.background_finished += 1
+        self.counts.background_output_tokens += len(completion.tokens)
+        ticket.on_answer(completion)
+
     def _layers(self, ticket: Ticket, n: int) -> int:
         """Number of layers that token y_n ran."""
         schedule, row = ticket.schedule, ticket.row
         if n and row is not None and row.layers:
             return row.layers[n - 1]
         return schedule.num_layers if n == 0 else schedule.step(n - 1).num_layers_run
+
+
+def _with_a_token(request: Request) -> Request:
+    """A request that only scores its prompt, as one that the engine takes."""
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=1))
+
+
+def _answer_without_tokens(on_answer: Callable[[Answer], None], answer: Answer) -> None:
+    if isinstance(answer, Completion):
+        answer = Completion([], "length", 0, 0, prompt_logprobs=answer.prompt_logprobs)
+    on_answer(answer)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from actors.generator import Answer
 from actors.serving.engine import Engine, Progress
 from actors.serving.scheduler import Ticket
 from skipdecode.engine.request import Request
@@ -45,8 +46,8 @@ class EngineThread:
         self._inbox: deque[tuple[Callable[[Ticket], None], Ticket]] = deque()
         self._wake = threading.Condition()
         self._num_waiting = 0  # in the inbox or in the engine's queue, as of the last step
-        self.num_running = 0
-        """Requests in a batch, as of the last step."""
+        self.num_running = self.num_background = 0
+        """Requests in batches, and those in the background, as of the last step."""
         self.cache_bytes = 0
         self._ended: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_S)  # (second, answers that ended in it)
         self._error: str | None = None
@@ -80,6 +81,16 @@ class EngineThread:
             self._num_waiting += len(tickets)
             self._wake.notify()
         return tickets
+
+    def submit_background(self, request: Request, on_answer: Callable[[Answer], None]) -> Ticket:
+        """Queues a request in the background, however many wait. `on_answer` is called in the engine's thread with its
+        answer, unless the engine ends before. Raises `EngineDead`, or ValueError if it can never run here."""
+        ticket = self.engine.ticket(request, on_answer)
+        with self._wake:
+            self.check()
+            self._inbox.append((self.engine.enqueue, ticket))
+            self._wake.notify()
+        return ticket
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Drops requests."""
@@ -120,9 +131,11 @@ class EngineThread:
                 made = self.engine.step()
                 self._step_started = None
                 with self._wake:
-                    self._num_waiting = len(self._inbox) + len(self.engine.waiting)
+                    arrived = sum(not ticket.is_background for _, ticket in self._inbox)
+                    self._num_waiting = arrived + len(self.engine.waiting)
                     self._count(sum(progress.finish_reason is not None for progress in made))
                 self.num_running, self.cache_bytes = self.engine.num_running, self.engine.cache_bytes
+                self.num_background = self.engine.num_background
                 if made:
                     self._deliver(made)
         except BaseException as error:  # told to all that wait: the process is of no use any more
@@ -145,7 +158,8 @@ class EngineThread:
             self._error, self._is_stopping = reason, True
             left = [*self.engine.open, *(ticket for take, ticket in self._inbox if take == self.engine.enqueue)]
             self._inbox.clear()
-        self._deliver([Progress(ticket, [], [], [], error=reason, is_dead=True) for ticket in left])
+        told = [ticket for ticket in left if not ticket.is_background]
+        self._deliver([Progress(ticket, [], [], [], error=reason, is_dead=True) for ticket in told])
 
     def _take_in(self) -> bool:
         """Hands requests and cancellations to the engine, and waits for some if it is idle. False: stop."""

@@ -11,12 +11,14 @@ from functools import lru_cache
 from typing import Literal, Protocol
 
 from actors.batching.buckets import bucket_of
-from actors.generator import Generator
+from actors.generator import Answer, Generator
 from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.engine.request import Request, Row
 from skipdecode.engine.results import TokenLogprobs
 from skipdecode.schedules.schedule import Schedule
+
+BACKGROUND_SHARE = 0.5  # of the memory for caches, for batches that rows in the background join
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class EngineConfig:
     """Cohorts, or continuous batches (one per schedule), that take turns."""
     max_prefill_tokens: int = 4096
     """Prompt tokens, padding included, that may be prefilled in one step; a single row always may."""
+    background_prefill_tokens: int = 128
+    """The same for prompts of the background, for which a request that arrives meanwhile has to wait."""
 
 
 @dataclass(eq=False)
@@ -45,6 +49,13 @@ class Ticket:
     """Limits the rows of its batch, itself included, after a batch with it could not be decoded."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Scores of the prompt's tokens except the first, once they are there."""
+    on_answer: Callable[[Answer], None] | None = None
+    """Makes it a request in the background; called in the engine's thread with the whole answer."""
+
+    @property
+    def is_background(self) -> bool:
+        """True if it runs in places that no other request wants, and gives its place to one that comes."""
+        return self.on_answer is not None
 
     @property
     def has_ended(self) -> bool:
@@ -72,20 +83,23 @@ class Scheduler(ABC):
         self.generator, self.config = generator, config
         self.cache_budget = generator.memory.serving_cache_bytes
 
-    def ticket(self, request: Request) -> Ticket:
-        """ValueError if the request can never run: its own keys and values exceed the memory for those of all."""
+    def ticket(self, request: Request, on_answer: Callable[[Answer], None] | None = None) -> Ticket:
+        """`on_answer`: of a request in the background. ValueError if the request can never run: its own keys and values
+        exceed the memory for those of all."""
         num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
         schedule = self.generator.schedule(num_new)
         config, itemsize = self.generator.model.config, self.generator.dtype.itemsize
+        budget = self.cache_budget if on_answer is None else int(BACKGROUND_SHARE * self.cache_budget)
         needed = 2 * config.num_hidden_layers * config.kv_dim * itemsize * (num_prompt + num_new)  # at full depth
-        if needed > self.cache_budget:  # only now, since to count what a schedule needs takes milliseconds
+        if needed > budget:  # only now, since to count what a schedule needs takes milliseconds
             needed = _row_bytes(config, schedule, num_prompt, num_new, itemsize)
-        if needed > self.cache_budget:
+        if needed > budget:
             raise ValueError(
                 f"a prompt of {num_prompt} tokens and {num_new} new ones need {needed} bytes of memory for keys and "
-                f"values, and the server has {self.cache_budget}; shorten the prompt or max_tokens"
+                f"values, and the server has {budget}; shorten the prompt or max_tokens"
             )
-        return Ticket(request, schedule, bucket_of(num_prompt, self.generator.config.length_buckets))
+        bucket = bucket_of(num_prompt, self.generator.config.length_buckets)
+        return Ticket(request, schedule, bucket, on_answer=on_answer)
 
     @property
     @abstractmethod
@@ -94,6 +108,16 @@ class Scheduler(ABC):
     @abstractmethod
     def choose(self, waiting: deque[Ticket]) -> list[Ticket]:
         """The waiting tickets that start together in this step; they stay in `waiting`."""
+
+    def choose_background(self, waiting: deque[Ticket]) -> list[Ticket]:
+        """The same for tickets in the background; called while no other ticket waits. Only `continuous` has places for
+        them."""
+        return []
+
+    def make_room(self, waiting: deque[Ticket]) -> list[Ticket]:
+        """Takes rows in the background out of their batches, the youngest first, until those of `waiting` that could
+        start together find places and memory. Returns their tickets, the oldest first."""
+        return []
 
     @abstractmethod
     def start(self, tickets: list[Ticket]) -> None:
@@ -120,21 +144,28 @@ class Scheduler(ABC):
         return _row_bytes(self.generator.model.config, ticket.schedule, ticket.bucket, num_new, itemsize)
 
     def select(
-        self, waiting: deque[Ticket], joined: Sequence[Ticket], fits: Callable[[int, int, int], bool], must_fit: bool
+        self,
+        waiting: deque[Ticket],
+        joined: Sequence[Ticket],
+        fits: Callable[[int, int, int], bool],
+        must_fit: bool,
+        max_prompt_tokens: int | None = None,
     ) -> list[Ticket]:
         """The tickets that may start now together with the first one, whose schedule and bucket they have.
 
         `joined` are the tickets of the batch that they join. `fits(rows, longest_prompt, most_new_tokens)` says whether
-        there is memory for so many of them. Unless `must_fit`, the first one starts in any case.
+        there is memory for so many of them. Unless `must_fit`, the first one starts in any case. `max_prompt_tokens`:
+        None for `config.max_prefill_tokens`.
         """
+        max_prompt_tokens = max_prompt_tokens or self.config.max_prefill_tokens
         chosen: list[Ticket] = []
         most, prompt, num_new = self.config.batch_size, 0, 0
         most = min([most, *(ticket.max_batch_rows for ticket in joined if ticket.max_batch_rows is not None)])
         for ticket in waiting:
-            if _group(ticket) != _group(waiting[0]):
+            if group_of(ticket) != group_of(waiting[0]):
                 continue
             rows, most = len(chosen) + 1, min(most, ticket.max_batch_rows or most)
-            if len(joined) + rows > most or (chosen and rows * ticket.bucket > self.config.max_prefill_tokens):
+            if len(joined) + rows > most or (chosen and rows * ticket.bucket > max_prompt_tokens):
                 break
             prompt = max(prompt, len(ticket.request.prompt_tokens))
             num_new = max(num_new, ticket.request.sampling.max_new_tokens)
@@ -144,7 +175,8 @@ class Scheduler(ABC):
         return chosen
 
 
-def _group(ticket: Ticket) -> tuple[int, bool, Schedule]:
+def group_of(ticket: Ticket) -> tuple[int, bool, Schedule]:
+    """Waiting tickets of one group may start together."""
     return ticket.bucket, ticket.max_batch_rows is not None, ticket.schedule
 
 

@@ -1,6 +1,6 @@
 """The sections `storage` and `batches` of the server's configuration, and the configuration of a batch's run."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -36,5 +36,13 @@ class BatchesSection(Section):
     """The most batches of one client that have not ended; more get 429."""
     turn_s: Annotated[float, Field(gt=0)] = 900
     """Seconds after which a batch makes room for one of another client that waits, and waits itself."""
+    workers: Literal["own", "shared"] = "own"
+    """Who decodes. own: workers of each batch, which load the model again. shared: the endpoint's replicas, in places
+    of their batches that no request wants; needs `engine.scheduler: continuous`, and a `decode` that gives all rows one
+    schedule."""
+    max_prefill_tokens: Positive = 128
+    """With `workers: shared`, the most prompt tokens of batches in one step, for which a request that arrives meanwhile
+    has to wait. A longer prompt has a step of its own."""
     actors: BatchActors = BatchActors()
-    """The workers of a batch, as for `generate`."""
+    """The workers of a batch, as for `generate`. With `workers: shared` they decode what replicas cannot, and of their
+    sizes only `window_batches` counts: the batches of rows that a replica is given at a time."""

@@ -1,7 +1,8 @@
 """The process of one batch: checks its lines, and runs it as `jobs.generate` runs a corpus, resuming what is there.
 
-    python -m pipeline.batches.driver STORAGE CLIENT BATCH_ID
+    python -m pipeline.batches.driver STORAGE CLIENT BATCH_ID [APPLICATION DEPLOYMENT]
 
+With the names of a deployment of Ray Serve, its replicas decode the rows (`batches.workers: shared`).
 Started by the runner (`runner`), on the Ray cluster that RAY_ADDRESS names. It ends when its standard input does: a
 runner that dies takes its drivers along, and the next one starts them again. The exit code says nothing; what happened
 is in the storage.
@@ -29,6 +30,7 @@ from pipeline.input.line_reader import LongLine, RowError, iter_lines
 from pipeline.input.openai_rows import CHAT_URLS
 from pipeline.json_size import count_marks
 from pipeline.openai_format.parameters import shown
+from pipeline.stages.endpoint_model import EndpointName
 
 MAX_ERRORS: Final = 100  # that a batch object names
 NOT_ITS_FAULT: Final = ("actors", "output", "model.source", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR")
@@ -37,18 +39,19 @@ model, a cluster that starts again."""
 LAST_S: Final = 60.0
 
 
-def main(storage: str, client: str, batch_id: str) -> None:
+def main(storage: str, client: str, batch_id: str, *endpoint: str) -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()
     own = Storage(storage).client(client)
     record = own.batch(batch_id)
     if record is not None and record["job"]["actors"]["background"]:
         run_in_background()
     if record is not None and own.ending(batch_id) is None:
-        run_batch(own, record, lambda line: _log(f"{batch_id}: {line}"))
+        run_batch(own, record, lambda line: _log(f"{batch_id}: {line}"), EndpointName(*endpoint) if endpoint else None)
 
 
-def run_batch(own: ClientStorage, record: StoredBatch, log: Log) -> None:
-    """Runs the batch, or what is left of it. A batch whose input cannot be run is ended as failed."""
+def run_batch(own: ClientStorage, record: StoredBatch, log: Log, endpoint: EndpointName | None = None) -> None:
+    """Runs the batch, or what is left of it. A batch whose input cannot be run is ended as failed. `endpoint` as in
+    `generate.run`."""
     if own.run(record["id"]).read_state() is None and (errors := list(islice(find_errors(own, record), MAX_ERRORS))):
         end_batch(own, record, "failed", log, errors)
         return
@@ -58,7 +61,7 @@ def run_batch(own: ClientStorage, record: StoredBatch, log: Log) -> None:
             raise ConfigError("output.path", "the batch has ended")
 
     try:
-        run(job_config(own, record, record["expires_at"] - time.time()), log, check)
+        run(job_config(own, record, record["expires_at"] - time.time()), log, check, endpoint)
     except ConfigError as error:
         log(str(error))
         is_unread = error.key == "input.path" and isinstance(error.__cause__, OSError)  # the storage did not answer

@@ -66,11 +66,13 @@ class BatchRunner:
         log: Log,
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] = DRIVER,
+        endpoint: Sequence[str] = (),
     ) -> None:
-        """`environment`: of the drivers, beside that of this process; `command`: starts one."""
+        """`environment`: of the drivers, beside that of this process; `command`: starts one; `endpoint`: the names of
+        the deployment that decodes for them, if any."""
         assert storage.path is not None
         self._path, self._limits, self._config, self._log = storage.path, storage, batches, log
-        self._command = command
+        self._command, self._endpoint = command, endpoint
         self._storage = Storage(storage.path)
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         self._environment = os.environ | {"PYTHONPATH": path} | dict(environment or {})
@@ -211,7 +213,7 @@ class BatchRunner:
     def _launch(self, view: BatchView) -> None:
         batch_id, name, rows = view.record["id"], view.own.name, sum(view.rows().values())
         process = subprocess.Popen(
-            [*self._command, self._path, name, batch_id],
+            [*self._command, self._path, name, batch_id, *self._endpoint],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=self._environment,

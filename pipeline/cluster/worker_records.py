@@ -15,17 +15,22 @@ class BackendRecord(TypedDict):
     """Why it was chosen, and why faster ones were not."""
 
 
-class WorkerRecord(TypedDict):
-    """One start of a worker (`report.metrics_schemas.WORKER_SCHEMA`)."""
+class ModelRecord(TypedDict):
+    """What a worker decodes with."""
 
-    host: str
-    pid: int
     load_s: float
     device: str
     dtype: str
     backend: BackendRecord
     why_slow: str | None
     """Why it decodes slower than it could (`Generator.why_slow`); None if it does not."""
+
+
+class WorkerRecord(ModelRecord):
+    """One start of a worker (`report.metrics_schemas.WORKER_SCHEMA`)."""
+
+    host: str
+    pid: int
     ready_at: float
 
 
@@ -59,6 +64,7 @@ class BatchRecord(TypedDict):
     prefix_tokens_saved: int
     prefill_s: float
     decode_s: float
+    """Both are 0 where an endpoint decoded the rows beside others, and no time is theirs alone."""
     score_s: NotRequired[float]
     draft_s: NotRequired[float]
     verify_s: NotRequired[float]

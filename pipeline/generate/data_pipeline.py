@@ -21,6 +21,7 @@ from pipeline.config.job import InputConfig
 from pipeline.estimate.forecast import window_rows
 from pipeline.generate.plan import PlannedRun
 from pipeline.generate.resume import Work
+from pipeline.generate.sharing import sized
 from pipeline.generate.stage_config import chat_urls, make_stage_configs
 from pipeline.input.datasource import CorpusDatasource
 from pipeline.input.id_matching import DoneRows
@@ -28,6 +29,7 @@ from pipeline.input.input_plan import InputPlan
 from pipeline.input.prompt_templates import Prompter, form_of
 from pipeline.stages.decode import DecodeStage
 from pipeline.stages.detokenize import detokenize
+from pipeline.stages.endpoint_model import SharedEndpoint
 from pipeline.stages.packed_window import unpack
 from pipeline.stages.tokenize import TokenizeConfig, tokenize
 from pipeline.store.row_writer import RunSink
@@ -56,6 +58,8 @@ class PipelineSpec:
     """Rows that an actor takes per call (`actors.window_batches` batches)."""
     background: bool
     """`actors.background`"""
+    endpoint: SharedEndpoint | None = None
+    """Decodes the rows in place of models of the pool."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class HelperActors:
 def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> Dataset:
     """A dataset without rows. Running it writes every row of the plan that is not done, exactly once, in any order."""
     # as many light tasks as the actors can use: Ray would start one process for each quarter of a CPU
-    num_light = LIGHT_TASKS_PER_ACTOR * spec.pool.max_size
+    num_light = LIGHT_TASKS_PER_ACTOR * (spec.pool.max_size if spec.endpoint is None else spec.endpoint.num_replicas)
     few = TaskPoolStrategy(size=num_light)
     light = _in_background if spec.background else _as_it_is
     sampling = spec.tokenize.sampling
@@ -99,6 +103,7 @@ def build_pipeline(spec: PipelineSpec, sink: RunSink, helpers: HelperActors) -> 
             helpers.attempts,
             helpers.steal_queue,
             spec.background,
+            spec.endpoint,
         ),
         batch_size=spec.window_rows,
         batch_format="pyarrow",
@@ -156,8 +161,14 @@ def make_spec(planned: PlannedRun, work: Work) -> PipelineSpec:
         tokenize=tokens,
         generator=generator,
         pool=pool,
-        window_rows=window_rows(config, pool.max_size, work.num_left, has_gpu=bool(pool.num_gpus)),
+        window_rows=window_rows(
+            config if planned.endpoint is None else sized(config, planned.endpoint),
+            pool.max_size,
+            work.num_left,
+            has_gpu=bool(pool.num_gpus),
+        ),
         background=config.actors.background,
+        endpoint=planned.endpoint,
     )
 
 

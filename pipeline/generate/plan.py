@@ -21,6 +21,7 @@ from pipeline.formatting import Log, count
 from pipeline.generate.check_paths import check_no_overlap, check_output, has_all_rows, removed_on_refusal
 from pipeline.generate.fingerprint import fingerprint
 from pipeline.generate.row_index import EntriesRef, scan_input, sum_input
+from pipeline.generate.sharing import find_endpoint, shared_pool
 from pipeline.generate.stage_config import asked_of
 from pipeline.generate.stopping import stop_on_sigterm
 from pipeline.input.expansion import Expansion
@@ -30,6 +31,7 @@ from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.sample_prompts import remark_on_bos, remark_on_last_messages
 from pipeline.input.scan import FileScan
 from pipeline.resolve_model import ResolvedModel, check_exact_drafts, check_model, check_quantization
+from pipeline.stages.endpoint_model import EndpointName, SharedEndpoint
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
 from skipdecode.backends.choice import VARIABLE
@@ -65,20 +67,29 @@ class PlannedRun:
     """When its first session began, in epoch seconds; templates render it as the current time."""
     prompter: Prompter | None
     """Renders prompts from templates and messages; None where prompts are a column's text."""
+    endpoint: SharedEndpoint | None = None
+    """Decodes the rows; None: workers of the run do."""
 
 
-def plan_run(config: JobConfig, log: Log, index_all: bool = False) -> PlannedRun:
+def plan_run(config: JobConfig, log: Log, index_all: bool = False, endpoint: EndpointName | None = None) -> PlannedRun:
     """Plans the run; raises ConfigError if it is not possible.
 
-    `index_all`: index every row, which a resume or a retry needs.
+    `index_all`: index every row, which a resume or a retry needs. `endpoint`: is to decode the rows, if it can.
     """
     model = check_model(config, log)
     folder = RunFolder.open(config.output.path)
     with removed_on_refusal(folder):
-        return _plan(config, model, folder, log, index_all)
+        return _plan(config, model, folder, log, index_all, endpoint)
 
 
-def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, index_all: bool) -> PlannedRun:
+def _plan(
+    config: JobConfig,
+    model: ResolvedModel,
+    folder: RunFolder,
+    log: Log,
+    index_all: bool,
+    endpoint: EndpointName | None,
+) -> PlannedRun:
     chat = find_chat_template(config, model)
     earlier = check_output(folder, config)
     expansion = Expansion.of(config.input, config.sampling)
@@ -89,8 +100,12 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
     log(f"ray: {cluster.num_cpus:g} CPUs, {cluster.num_gpus:g} GPUs" + (" (embedded)" if cluster.is_embedded else ""))
     if (remark := unseen_gpus(config.actors, cluster)) is not None:
         log(remark)
-    pool = find_pool(config.actors, cluster)
-    dtype = resolve_run_dtype(config, model, earlier_dtype(earlier), cluster, pool)
+    shared = None if endpoint is None else find_endpoint(endpoint, config, model, earlier_dtype(earlier), log)
+    if shared is None:
+        pool = find_pool(config.actors, cluster)
+        dtype = resolve_run_dtype(config, model, earlier_dtype(earlier), cluster, pool)
+    else:
+        pool, dtype = shared_pool(shared, cluster), shared.terms["dtype"]
     is_finished = earlier is not None and earlier["state"] == "finished" and has_all_rows(folder, earlier, log)
     is_open = earlier is not None and not is_finished
     scans, entries = scan_input(listing, config.input, index_all or is_open, log, sum_ids=index_all or not is_finished)
@@ -131,6 +146,7 @@ def _plan(config: JobConfig, model: ResolvedModel, folder: RunFolder, log: Log, 
         is_finished=is_finished,
         started_at=began,
         prompter=prompter,
+        endpoint=shared,
     )
 
 

@@ -23,6 +23,7 @@ from pipeline.generate.row_accounting import expected_ids, first_state, reconcil
 from pipeline.generate.stopping import Deadline, allowed_failures, no_space_left
 from pipeline.generate.stream import stream_rows
 from pipeline.report.figures import finish_report
+from pipeline.stages.endpoint_model import EndpointName
 from pipeline.store.lease import Lease
 from pipeline.store.retry_commit import finish_commit
 from pipeline.store.row_writer import DISK_FULL
@@ -44,14 +45,20 @@ class RunResult:
         return bool(self.report["failed"] > self.failures_allowed)
 
 
-def run(config: JobConfig, log: Log, check_may_start: Callable[[], None] = lambda: None) -> RunResult:
+def run(
+    config: JobConfig,
+    log: Log,
+    check_may_start: Callable[[], None] = lambda: None,
+    endpoint: EndpointName | None = None,
+) -> RunResult:
     """Generates the corpus that `config` asks for.
 
     Raises ConfigError if nothing was started; any other exception means that the run failed midway. `check_may_start`
     is called when this run holds the folder and has changed nothing yet, and raises ConfigError if it may not begin.
+    `endpoint`: decodes the rows, if it serves the same model.
     """
     deadline = Deadline(config.limits.window_s)
-    planned = plan_run(config, log)
+    planned = plan_run(config, log, endpoint=endpoint)
     if planned.earlier is not None:
         compare_fingerprints(planned.earlier, planned.fingerprint, planned.input)
         if planned.is_finished:

@@ -111,8 +111,9 @@ def _await_records(collector: ActorHandle, num_rows: int) -> None:
 
 
 def _start_estimate(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> EarlyEstimate | None:
-    """An estimate from a sample; None if the remaining rows are no fair sample of the input, or cannot be read."""
-    if work.num_done or work.subfolder != "data":
+    """An estimate from a sample; None if the remaining rows are no fair sample of the input, or cannot be read, or an
+    endpoint decodes them."""
+    if work.num_done or work.subfolder != "data" or planned.endpoint is not None:  # no pace of its own there
         return None
     sampling, actors = spec.tokenize.sampling, planned.config.actors
     shape = Shape(
@@ -156,6 +157,8 @@ def skipping_s(work: Work) -> float:
 def _note_start(planned: PlannedRun, work: Work, spec: PipelineSpec, log: Log) -> None:
     low, high = planned.pool.min_size, planned.pool.max_size
     pool = count(low, "actor") if low == high else f"{low}..{high} actors"
+    if planned.endpoint is not None:
+        pool = f"{count(planned.endpoint.num_replicas, 'replica')} of the endpoint, {count(low, 'window')} at a time"
     log(
         f"decode: {pool}, {spec.window_rows} rows at a time, "
         f"{planned.model.decode}; {work.num_left} rows to do" + (f", {work.num_done} done" if work.num_done else "")
@@ -173,7 +176,7 @@ def _start_helpers(
 ) -> HelperActors:
     folder, actors = planned.folder, planned.config.actors
     save = partial(write_quarantine, folder, session)
-    shares = actors.share_leftovers and planned.pool.max_size > 1
+    shares = actors.share_leftovers and planned.pool.max_size > 1 and planned.endpoint is None
     return HelperActors(
         start_collector(folder.filesystem, folder.root, session, work.num_left),
         start_attempt_tracker(

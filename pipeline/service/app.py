@@ -5,16 +5,18 @@ requests of a replica share its batches. With a storage there is a second deploy
 queue of OpenAI batches, which run in processes of their own.
 """
 
+import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.actor import ActorHandle
 from ray.serve.handle import DeploymentHandle
 
 from actors.generator_config import GeneratorConfig
@@ -25,7 +27,9 @@ from pipeline.batches.storage import Storage
 from pipeline.cluster.node_backends import look, reason_for_torch
 from pipeline.config.job import ConfigError, JobConfig, SamplingConfig, build_config
 from pipeline.formatting import Json
+from pipeline.generate.sharing import model_digest
 from pipeline.resolve_model import (
+    ResolvedModel,
     adapter_path,
     check_exact_drafts,
     check_model,
@@ -34,16 +38,23 @@ from pipeline.resolve_model import (
     worker_path,
 )
 from pipeline.service.auth import digest, read_keys
+from pipeline.service.background import BackgroundRows
 from pipeline.service.config import BATCHES, DEPLOYMENT, DRAIN_S, ServeConfig
 from pipeline.service.endpoint import Endpoint, EndpointSpec
 from pipeline.service.metrics import BatchMetrics, RayMetrics, scrape
 from pipeline.service.routes import create_app
+from pipeline.stages.answer_box import Delivery
+from pipeline.stages.endpoint_model import EndpointTerms
 from skipdecode.backends.choice import VARIABLE
+from skipdecode.backends.device import choice_on
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.checkpoint.hub import pin, resolve_source
 from skipdecode.engine.continuous_batch import check_continuous
+from skipdecode.engine.request import Request
+from skipdecode.model.devices import dtype_name
 from skipdecode.schedules.from_config import make_schedule
 
+LOOK_S = 2.0  # between two looks whether a batch still waits for its rows
 STEP_S = 0.5  # between two looks at the storage
 
 
@@ -64,6 +75,8 @@ class Completions:
             spec = replace(spec, generator=replace(spec.generator, num_threads=replica_threads(num_cores(), reserved)))
         self.endpoint = Endpoint(spec)
         self.metrics = RayMetrics(self.endpoint)
+        self._windows: dict[str, tuple[ActorHandle, asyncio.Task[None]]] = {}
+        """Windows of batches that are decoded here, with the `AnswerBox` of each."""
         freeze_gc()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -79,6 +92,49 @@ class Completions:
         self.endpoint.is_draining = True
         return self.endpoint.num_responses
 
+    def background_terms(self) -> EndpointTerms:
+        """What decides whether rows of a batch may be decoded here."""
+        generator, config = self.endpoint.generator, self.endpoint.config
+        chosen = choice_on(generator.device)
+        return {
+            "model": self.endpoint.spec.model_digest,
+            "dtype": dtype_name(generator.dtype),
+            "batch_size": config.engine.batch_size,
+            "layers": generator.model.config.num_hidden_layers,
+            "device": str(generator.device),
+            "backend": {"name": chosen.name, "reason": chosen.reason},
+        }
+
+    async def decode_in_background(
+        self, answers: ActorHandle, key: str, requests: Sequence[Request]
+    ) -> ActorHandle | None:
+        """Takes a window of a batch, whose answers will be in that `AnswerBox`. Returns a handle of this replica, which
+        tells whether it lives, or None if it takes nothing any more. EngineDead."""
+        if self.endpoint.is_draining:
+            return None
+        rows = BackgroundRows(self.endpoint.thread, requests)
+        await asyncio.to_thread(rows.submit)
+        self._windows[key] = answers, asyncio.create_task(self._deliver(rows, answers, key))
+        return ray.get_runtime_context().current_actor
+
+    async def _deliver(self, rows: BackgroundRows, answers: ActorHandle, key: str) -> None:
+        """Waits for the rows and hands over their answers, unless the batch has gone meanwhile."""
+        try:
+            while not await rows.wait(LOOK_S):
+                if not await answers.is_open.remote(key):
+                    rows.cancel()
+                    return
+            await answers.put.remote(key, Delivery(rows.answers))
+        except ray.exceptions.RayActorError:  # its driver has ended
+            rows.cancel()
+        finally:
+            del self._windows[key]
+
+    def __del__(self) -> None:
+        """Called by Serve when it stops a replica in order: what was not answered is given back."""
+        for key, (answers, _) in list(getattr(self, "_windows", {}).items()):
+            answers.put.remote(key, Delivery(None))
+
 
 @serve.deployment(
     name=BATCHES,
@@ -93,7 +149,9 @@ class Batches:
         self._stops = threading.Event()
         log = logging.getLogger("ray.serve").info
         address = ray.get_runtime_context().gcs_address
-        self._runner = BatchRunner(config.storage, config.batches, log, {"RAY_ADDRESS": address})
+        application = serve.get_replica_context().app_name
+        endpoint = (application, DEPLOYMENT) if config.batches.workers == "shared" else ()
+        self._runner = BatchRunner(config.storage, config.batches, log, {"RAY_ADDRESS": address}, endpoint=endpoint)
         self._metrics = BatchMetrics()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
@@ -177,6 +235,8 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
             check_continuous(make_schedule(model.decode, num_layers=model.config.num_hidden_layers, max_new_tokens=16))
         except ValueError as error:
             raise ConfigError.parse(error) from error
+    if config.batches.workers == "shared":
+        check_sharing(config, model)
     if (path := config.storage.path) is not None:
         Storage(path).check()
         own = path if "://" in path else os.path.abspath(os.path.expanduser(path))
@@ -201,4 +261,26 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
         has_graphs=config.engine.scheduler == "cohort",
     )
     keys = read_keys(config.auth) if made_key is None else (digest(made_key),)
-    return EndpointSpec(config, generator, keys, job_settings(config))
+    shares = config.storage.path is not None and config.batches.workers == "shared"
+    digest_of_model = model_digest(config.model, model) if shares else ""
+    return EndpointSpec(config, generator, keys, job_settings(config), digest_of_model)
+
+
+def check_sharing(config: ServeConfig, model: ResolvedModel) -> None:
+    """ConfigError if rows of batches cannot join the batches of the endpoint."""
+    if config.engine.scheduler != "continuous":
+        raise ConfigError(
+            "batches.workers",
+            "shared needs a batch that rows join at any step, which engine.scheduler=cohort does not have; use "
+            "engine.scheduler=continuous, or batches.workers=own",
+        )
+    if model.decode.get("lossless"):  # whose rows all share one schedule
+        return
+    num_layers = model.config.num_hidden_layers
+    short, long = (make_schedule(model.decode, num_layers=num_layers, max_new_tokens=n) for n in (16, 17))
+    if short != long:
+        raise ConfigError(
+            "batches.workers",
+            "shared needs one schedule for all rows, and without decode.horizon each max_tokens has its own; set "
+            "decode.horizon, or batches.workers=own",
+        )

@@ -40,6 +40,8 @@ class EndpointSpec:
     """SHA-256 of the API keys; without any, only loopback is answered."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """The configuration of batches (`pipeline.batches.run_config.job_settings`)."""
+    model_digest: str = ""
+    """`pipeline.generate.sharing.model_digest`, where batches share the replicas."""
 
 
 def resolve_stall_s(generator: Generator, config: ServeConfig) -> float:
@@ -126,6 +128,7 @@ class Endpoint:
             batch_size=config.engine.batch_size,
             max_cohorts=config.engine.max_cohorts,
             max_prefill_tokens=config.engine.max_prefill_tokens,
+            background_prefill_tokens=config.batches.max_prefill_tokens,
         )
         self.engine = Engine(self.generator, engine)
         self.prompts = Prompts(generator, config)

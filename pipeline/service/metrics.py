@@ -39,6 +39,7 @@ class RayMetrics:
             for name, text in (
                 ("waiting", "Prompts that have not started"),
                 ("running", "Prompts in a batch"),
+                ("background", "Rows of OpenAI batches in a batch, with batches.workers=shared"),
                 ("cache_bytes", "K and V of all batches"),
             )
         }
@@ -50,6 +51,8 @@ class RayMetrics:
                 ("layers_run", "Layers, summed over new tokens"),
                 ("cancelled", "Prompts whose client went away"),
                 ("failed", "Prompts that could not be decoded"),
+                ("background_output_tokens", "New tokens of rows of OpenAI batches"),
+                ("gave_way", "Times that a row of an OpenAI batch gave its place to a prompt"),
             )
         }
         self._told = dict.fromkeys(self._counters, 0)
@@ -73,6 +76,7 @@ class RayMetrics:
         thread = self._endpoint.thread
         self._gauges["waiting"].set(thread.num_waiting)
         self._gauges["running"].set(thread.num_running)
+        self._gauges["background"].set(thread.num_background)
         self._gauges["cache_bytes"].set(thread.cache_bytes)
         for name, counter in self._counters.items():
             now: int = getattr(self._endpoint.engine.counts, name)

@@ -124,6 +124,8 @@ class Routes:
         """Open to everybody, since a balancer knows no key; but only those who may ask are told why the engine died."""
         thread = self._endpoint.thread
         state = {"model": self._config.served_name, "running": thread.num_running, "waiting": thread.num_waiting}
+        if self._config.batches.workers == "shared":
+            state["background"] = thread.num_background
         try:
             self._endpoint.check()
         except EngineDead as error:

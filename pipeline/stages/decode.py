@@ -18,6 +18,7 @@ from pipeline.cluster.priority import run_in_background
 from pipeline.fault_injection import fault_point
 from pipeline.stages.attempt_tracker import StartOrder, StopRun, WorkerProcess
 from pipeline.stages.delegating_decoder import DelegatingDecoder
+from pipeline.stages.endpoint_model import EndpointModel, SharedEndpoint
 from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.packed_window import pack
 from pipeline.stages.window import Window
@@ -40,10 +41,11 @@ class DecodeStage:
         attempts: ActorHandle,
         steal_queue: ActorHandle | None = None,
         background: bool = False,
+        endpoint: SharedEndpoint | None = None,
     ) -> None:
         """Loads the model; may wait until it is allowed to, or end the process, so that Ray starts a new one. The
         handles are those of `MetricsCollector`, `AttemptTracker` and `StealQueue`. `background`: as
-        `actors.background`.
+        `actors.background`. `endpoint`: decodes the rows in place of a model of this process.
 
         Raises StopRun if the attempt tracker has ended the run. A failed load is tried again in a new process, as Ray
         starts it. A worker that is to sit out loads nothing, and others decode its windows.
@@ -52,7 +54,7 @@ class DecodeStage:
             run_in_background()  # first: threads have the priority of those that start them
         context = ray.get_runtime_context()
         self.worker: str = context.get_actor_id()[:12]  # the same after a restart on another host
-        self._sampling, self._attempts = sampling, attempts
+        self._sampling, self._attempts, self._endpoint = sampling, attempts, endpoint
         process = WorkerProcess(context.get_node_id(), socket.gethostname(), os.getpid())
         stop = ray.get(attempts.worker_starting.remote(self.worker, process))
         if stop is not None:
@@ -73,11 +75,7 @@ class DecodeStage:
             {
                 "host": process.host,
                 "pid": process.pid,
-                "load_s": model.generator.load_s,
-                "device": str(model.generator.device),
-                "dtype": model.generator.precision,
-                "backend": model.backend(),
-                "why_slow": model.generator.why_slow,
+                **model.record(),
                 "ready_at": time.time(),
             },
         )
@@ -102,12 +100,14 @@ class DecodeStage:
         """The window of these rows, with a request for each row that can be decoded."""
         return Window.of(table, self._sampling)
 
-    def _load(self, config: GeneratorConfig, *, is_restart: bool) -> ModelThread | None:
+    def _load(self, config: GeneratorConfig, *, is_restart: bool) -> ModelThread | EndpointModel | None:
         """The model; None if the worker is to sit out. Where it is to try again this process ends, since an error of a
         device stays with it. Raises what loading raised where that ends the run."""
         try:
             for point in ("load", "load again") if is_restart else ("load",):
                 fault_point(point)
+            if self._endpoint is not None:
+                return EndpointModel(self._endpoint, config, self._report_exit)
             return self.model_class(config, self._report_exit)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from actors.generator import Generator, WindowResult
 from actors.generator_config import GeneratorConfig
 from actors.memory import is_device_lost
-from pipeline.cluster.worker_records import BackendRecord
+from pipeline.cluster.worker_records import ModelRecord
 from skipdecode.backends.device import choice_on
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import ShouldContinue, always
@@ -44,6 +44,10 @@ class ModelThread:
             self._report_exit(f"{type(error).__name__}: {error}"[:500])
             os._exit(1)
 
+    def decode_alone(self, requests: Sequence[Request]) -> WindowResult:
+        """`decode` for rows of which one may end the process."""
+        return self.decode(requests)
+
     def batches(self, requests: Sequence[Request]) -> list[list[Request]]:
         """The batches that these requests would be decoded in."""
         return [[requests[row] for row in batch.rows] for batch in self.generator.cut(requests)]
@@ -53,8 +57,14 @@ class ModelThread:
         token = self.generator.model.config.filler_token_id
         self.decode([Request("control", [token], Sampling(max_new_tokens=2))], may_measure=False)
 
-    def backend(self) -> BackendRecord:
-        """The back end that decodes, and why it was chosen."""
-        chosen, graphs = choice_on(self.generator.device), self.generator.graphs
-        reason = chosen.reason if graphs is None else f"{chosen.reason}; {graphs.describe()}"
-        return {"name": chosen.name, "reason": reason}
+    def record(self) -> ModelRecord:
+        """What decodes here, and why."""
+        generator, chosen = self.generator, choice_on(self.generator.device)
+        reason = chosen.reason if generator.graphs is None else f"{chosen.reason}; {generator.graphs.describe()}"
+        return {
+            "load_s": generator.load_s,
+            "device": str(generator.device),
+            "dtype": generator.precision,
+            "backend": {"name": chosen.name, "reason": reason},
+            "why_slow": generator.why_slow,
+        }

@@ -32,6 +32,7 @@ from pipeline.cluster.worker_records import BatchRecord
 from pipeline.fault_injection import fault_point
 from pipeline.schema import POISON_ROW
 from pipeline.stages.attempt_tracker import StopRun, WindowPlan
+from pipeline.stages.endpoint_model import EndpointModel
 from pipeline.stages.model_thread import ModelThread
 from pipeline.stages.work_stealing import CollectedAnswers, StolenPart, split_parts
 from skipdecode.engine.generate import ShouldContinue, always
@@ -48,7 +49,7 @@ class WindowDecoder:
     def __init__(
         self,
         worker: str,
-        model: ModelThread,
+        model: ModelThread | EndpointModel,
         attempts: ActorHandle,
         collector: ActorHandle,
         steal_queue: ActorHandle | None,
@@ -95,7 +96,7 @@ class WindowDecoder:
                 ray.get(self.attempts.part_started.remote(self.worker, part))
             made: dict[str, Answer] = {}
             if part:
-                made = self._decode([by_id[row] for row in part], known=answers.keys())
+                made = self._decode([by_id[row] for row in part], answers.keys(), is_alone=not plan.is_clear)
             else:  # a control: the worker shows that it can decode anything at all
                 self.model.check()
             self.attempts.part_decoded.remote(self.worker, made if len(plan.parts) > 1 else None)
@@ -203,12 +204,17 @@ class WindowDecoder:
         known: Set[str] = frozenset(),
         is_stolen: bool = False,
         should_continue: ShouldContinue = always,
+        is_alone: bool = False,
     ) -> dict[str, Answer]:
-        """Answers by row id. Rows that were answered before (`known`) are not recorded again."""
+        """Answers by row id. Rows that were answered before (`known`) are not recorded again. `is_alone`: one of them
+        may end the process that decodes it."""
         started_at = time.time()
         for request in requests:
             fault_point(f"decode {request.id}")
-        result = self.model.decode(requests, may_measure=not is_stolen, should_continue=should_continue)
+        if is_alone:
+            result = self.model.decode_alone(requests)
+        else:
+            result = self.model.decode(requests, may_measure=not is_stolen, should_continue=should_continue)
         left = set(result.left)
         begun = [request for row, request in enumerate(requests) if row not in left]
         answers = {request.id: answer for request, answer in zip(begun, result.answers, strict=True)}

@@ -178,6 +178,12 @@ class ContinuousBatch:
         self._rows = self.rows + rows
         return rows
 
+    @torch.inference_mode()
+    def remove(self, row: Row) -> None:
+        """Cancels a row, whose slot is free at once."""
+        row.cancel()
+        self._drop_ended()
+
     def _place(self, members: Sequence[Member], sharing: PrefixSharing | None) -> None:
         """Takes slots for newcomers, and the prefixes that they share. Nothing has changed if memory runs out."""
         requests = [member.row.request for member in members]

@@ -53,6 +53,11 @@ def test_overrides_and_options() -> None:
         (["model.source=nowhere/at/all"], "model.source: 'nowhere/at/all' is not a folder"),
         (["engine.scheduler=continuous", "sampling.deterministic=true"], "sampling.deterministic: needs fixed"),
         (["engine.scheduler=continuous", "decode.ffn_skip={mode: row}"], "decode.ffn_skip.mode: the continuous"),
+        (["batches.workers=shared", "engine.scheduler=cohort"], "batches.workers: shared needs a batch that rows join"),
+        (
+            ["batches.workers=shared", "decode={method: skipdecode, speedup: 2}"],
+            "batches.workers: shared needs one schedule for all rows, and without decode.horizon",
+        ),
         (["batch"], "expected key=value"),
     ],
 )

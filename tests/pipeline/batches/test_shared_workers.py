@@ -1,0 +1,207 @@
+"""Batches that the endpoint's replicas decode in their own batches (`batches.workers: shared`), as users see them.
+
+A real application (`jobs.serve`, demo model, float32). All slow; `tests/actors/serving/test_background.py` has the
+engine's part without Ray.
+"""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pipeline.demo.restaurant_prompts import make_prompts
+from pipeline.store.run_folder import BATCH_FILES
+from tests.support.batch_helpers import KEY, answers_of, client_of, jsonl, line, storage_of, wait_for_batch
+from tests.support.processes import command, descendants, environment, hits, rows, run, titles, wait_for
+from tests.support.service_helpers import DECODE, DEMO, Offline, Served, served
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
+SHARED = [
+    "batches.workers=shared",
+    "engine.batch_size=8",
+    "batches.actors.window_batches=2",
+    "batches.actors.background=false",  # a machine that runs other tests too has nothing to spare
+]
+REPLICA = "ray::ServeReplica:skipdecode:Completions"
+
+
+@contextmanager
+def sharing(folder: Path, *options: str, **env: str) -> Iterator[Served]:
+    keys = {"SKIPDECODE_API_KEYS": KEY} | env
+    with served(folder, f"storage.path={folder / 'storage'}", *SHARED, *options, **keys) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Served]:
+    with sharing(folder) as running:
+        yield running
+
+
+def good_lines(count: int, **body: Any) -> list[Any]:
+    own = {"max_tokens": 40, "ignore_eos": True} | body
+    return [line(f"row-{n}", PROMPTS[n % 60], model="opt-e2e", **own) for n in range(count)]
+
+
+def create(client: openai.OpenAI, lines: list[Any]) -> Any:
+    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+
+def completed(client: openai.OpenAI, batch: Any) -> int:
+    return int(client.batches.retrieve(batch.id).request_counts.completed)
+
+
+def replicas(server: Served) -> list[int]:
+    return [pid for pid, title in titles(descendants(server.process.pid)).items() if REPLICA in title]
+
+
+def check_greedy(output: dict[str, Any], count: int, max_tokens: int = 40) -> None:
+    """Each of `count` lines has the text of the decoder offline."""
+    offline = Offline()
+    assert {own: body["choices"][0]["text"] for own, body in output.items()} == {
+        f"row-{n}": offline.text(offline(PROMPTS[n % 60], max_tokens, ignore_eos=True)) for n in range(count)
+    }
+
+
+class Asking:
+    """Asks for completions, one after the other, for as long as the block runs."""
+
+    def __init__(self, server: Served) -> None:
+        self._client, self._ends = client_of(server.url), threading.Event()
+        self.texts: list[str] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            made = self._client.completions.create(model="opt-e2e", prompt=PROMPTS[5], max_tokens=12, temperature=0)
+            self.texts.append(made.choices[0].text)
+
+    def __enter__(self) -> "Asking":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+def test_lines_are_answered_as_by_generate_beside_online_requests(server: Served, folder: Path) -> None:
+    """Whatever they ask for, token for token; and the report says who decoded."""
+    client, kinds = client_of(server.url), [
+        {}, {"temperature": 0.9, "seed": 5}, {"logprobs": 2}, {"stop": ["."]}, {"n": 3, "temperature": 0.8},
+        {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}, {"frequency_penalty": 1.5},
+        {"max_tokens": 1}, {"max_tokens": 150}, {"echo": True, "logprobs": 1, "max_tokens": 0}, {"temperature": "hot"},
+    ]  # fmt: skip
+    lines = [one for n in range(110) for one in [good_lines(n + 1)[n]]]
+    for n, one in enumerate(lines):
+        one["body"] |= kinds[n % len(kinds)]
+    with Asking(server) as asking:
+        batch, _ = wait_for_batch(client, create(client, lines).id)
+    offline = Offline()
+    assert set(asking.texts) == {offline.text(offline(PROMPTS[5], 12))}
+    assert batch.status == "completed"
+    own = storage_of(folder / "storage")
+    source, target, made = Path(own.input_path(batch.id)), folder / "run", Path(own.run_path(batch.id))
+    schedule = ", ".join(f"{key}: {value}" for key, value in DECODE.items())
+    keys = [f"decode={{{schedule}}}", "limits.max_failed_rows=1.0", "input.format=openai_batch"]
+    keys += ["sampling.max_new_tokens=64", "output.model_name=opt-e2e"]
+    ran = run(command(Path(DEMO), source, target, *keys), environment(None, folder))
+    assert ran.returncode == 0, ran.stderr
+
+    def found(run_folder: Path) -> dict[str, Any]:
+        columns = "generated_tokens", "finish_reason", "layers_run", "ffns_run", "is_valid", "error_code"
+        return {own: [row.get(name) for name in columns] for own, row in rows(run_folder).items()}
+
+    assert found(made) == found(target)
+
+    def answered(run_folder: Path, name: str) -> list[Any]:
+        texts = [json.loads(text) for text in (run_folder / name).read_text().splitlines()]
+        for one in texts:
+            if one["response"] is not None:
+                del one["response"]["body"]["created"]  # when the run began
+        return sorted((rounded(one) for one in texts), key=json.dumps)
+
+    for name in BATCH_FILES:
+        assert answered(made, name) == answered(target, name)
+    report = json.loads((made / "report.json").read_text())
+    assert all("batches.workers=shared" in one["backend"]["reason"] for one in report["actors"])
+    wanted = json.loads((target / "report.json").read_text())
+    for name in ("total_input_tokens", "total_output_tokens", "layers_per_token"):
+        assert report[name] == wanted[name]
+    assert report["speedup"]["measured"] is None
+    assert report["decode_output_throughput"] is None
+    assert report["decoded_again"] == {"rows": 0, "output_tokens": 0}
+
+
+def rounded(value: Any) -> Any:
+    """Log-probabilities as rows of other batches have them, too."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def test_a_replica_that_is_killed_loses_no_line(server: Served) -> None:
+    client = client_of(server.url)
+    batch = create(client, good_lines(160))
+    wait_for(lambda: completed(client, batch) >= 16, server.process)
+    (pid,) = replicas(server)
+    os.kill(pid, signal.SIGKILL)
+
+    def ended() -> Any:
+        with suppress(openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
+            return wait_for_batch(client, batch.id)[0]
+
+    done = wait_for(ended, server.process)
+    assert done.status == "completed"
+    output, errors = answers_of(client, done)
+    assert errors == []
+    check_greedy(output, 160)
+
+
+def test_a_cancelled_batch_leaves_the_replica(server: Served) -> None:
+    client = client_of(server.url)
+    batch = create(client, good_lines(4000))
+    wait_for(lambda: completed(client, batch) > 0, server.process)
+    assert server.get("/health").json()["background"] > 0
+    client.batches.cancel(batch.id)
+    gone, _ = wait_for_batch(client, batch.id)
+    assert gone.status == "cancelled"
+    assert 0 < len(answers_of(client, gone)[0]) == gone.request_counts.completed < 4000
+    wait_for(lambda: server.get("/health").json()["background"] == 0, server.process, timeout_s=30)
+
+
+def test_a_poison_row_ends_one_replica_and_fails_alone(tmp_path: Path) -> None:
+    """It ends whoever decodes it: one replica, and then workers until it is found."""
+    kill = {"signal": "SIGKILL", "times": 9}
+    faults = {"decode in background row-21": kill, "decode alone row-21": kill}
+    env = environment(faults, tmp_path)
+    with sharing(tmp_path, SKIPDECODE_FAULTS=env["SKIPDECODE_FAULTS"]) as server:
+        client = client_of(server.url)
+        batch = create(client, good_lines(60))
+
+        def ended() -> Any:
+            with suppress(openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
+                return wait_for_batch(client, batch.id)[0]
+
+        done = wait_for(ended, server.process, timeout_s=600)
+        output, errors = answers_of(client, done)
+        assert done.status == "completed"
+        assert [(one["custom_id"], one["code"]) for one in errors] == [("row-21", "poison_row")]
+        assert len(output) == 59
+        assert hits(tmp_path).count("decode in background row-21") == 1
