@@ -216,7 +216,7 @@ def test_a_batch_that_ends_while_its_driver_plans_stays_as_it_ended(
 ) -> None:
     made, said = create(client), list[str]()
 
-    def plan(*_: Any) -> Any:
+    def plan(*_: Any, **__: Any) -> Any:
         end_batch(own, record_of(own, made.id), "expired", print)
         return SimpleNamespace(folder=own.run(made.id), earlier=None)
 

@@ -54,6 +54,11 @@ class FakeModel:
         self.poison, self.meanwhile = set(poison), meanwhile
         self.decoded: list[list[str]] = []
         self.num_checks = 0
+        self.alone: list[list[str]] = []
+
+    def decode_alone(self, requests: Sequence[Request]) -> WindowResult:
+        self.alone.append([request.id for request in requests])
+        return self.decode(requests)
 
     def decode(
         self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
@@ -118,6 +123,8 @@ def test_a_row_that_kills_its_worker_is_quarantined_and_the_others_are_answered_
     assert deaths == 3 + 2
     good = [row for part in decoder.decoded for row in part if "r5" not in part]
     assert len(good) - len(set(good)) <= deaths, "but for controls no row is decoded twice"
+    assert decoder.decoded[0] == [request.id for request in wanted], "nobody is a suspect yet"
+    assert decoder.alone == decoder.decoded[1:], "an endpoint would not be given these"
     assert sum(window["rows"] for window in told) == 8, "each row is told of once"
     assert sum(window["failed"] for window in told) == 1
 
