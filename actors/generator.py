@@ -86,7 +86,7 @@ class Generator:
         self._answers = AnswerIndex()
         """Of all batches, whatever drafts in them."""
         self._measure_ceilings()
-        self.memory = MemoryBudget(self.model.config, self.dtype.itemsize, self.devices, config.memory_share)
+        self.memory = MemoryBudget(self.model.config, self.model.kv_itemsize, self.devices, config.memory_share)
         self.graphs = self._make_graphs()
         self.memory = replace(self.memory, graphs=self.graphs)
         self._sample = FullDepthSample()
@@ -121,7 +121,12 @@ class Generator:
     @property
     def precision(self) -> str:
         """The numeric format for display: `bfloat16`, or `bfloat16, int8 weights`."""
-        return dtype_name(self.dtype) + (f", {self.config.quantization} weights" if self.config.quantization else "")
+        parts = [dtype_name(self.dtype)]
+        if self.config.quantization is not None:
+            parts.append(f"{self.config.quantization} weights")
+        if self.config.kv_cache_dtype != "auto":
+            parts.append(f"{self.config.kv_cache_dtype} keys and values")
+        return ", ".join(parts)
 
     @property
     def why_slow(self) -> str | None:
@@ -262,6 +267,7 @@ class Generator:
                 self.ceilings or NOMINAL_CEILINGS[self.device.type],
                 itemsize=self.dtype.itemsize,
                 weight_itemsize=self.model.weight_itemsize,
+                kv_itemsize=self.model.kv_itemsize,
             )
         return self._costs[plan]
 

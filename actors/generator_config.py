@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.config.model import Quantization, WantedImplementation
+from skipdecode.config.model import KVCacheDtype, Quantization, WantedImplementation
 from skipdecode.cost.gpu_specs import MEMORY_SHARE
 
 
@@ -20,6 +20,7 @@ class GeneratorConfig:
     implementation: WantedImplementation = "auto"
     dtype: str = "auto"
     quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
     device: str = "auto"
     num_devices: int = 1
     """Devices that the layers are spread over (`skipdecode.model.pipeline_parallel`), for a model too large for one."""

@@ -45,7 +45,7 @@ def load_packed_model(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.
         devices=devices,
         implementation=config.implementation,
     )
-    packed = model.pack(config.quantization)
+    packed = model.pack(config.quantization, config.kv_cache_dtype)
     if config.deterministic and config.decode.get("lossless") and not packed.is_batch_invariant:
         raise ValueError(f"decode.lossless: {DRAFTS_NEED_SAME_BITS}; here products of this model are torch's")
     return packed, devices, dtype

@@ -59,8 +59,17 @@ def work(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
         price, settings = arguments.price_per_hour, read_settings(arguments, {})
         is_set = "max_new_tokens" in section_of(settings, "sampling")
-        num_new = build_config(JobConfig, settings).sampling.max_new_tokens if is_set else 512
-        return predicted(arguments.gpu, log, arguments.prompt_tokens, num_new, price_per_hour=price), OK
+        config = build_config(JobConfig, settings)
+        num_new = config.sampling.max_new_tokens if is_set else 512
+        return predicted(
+            arguments.gpu,
+            log,
+            arguments.prompt_tokens,
+            num_new,
+            price_per_hour=price,
+            quantization=config.model.quantization,
+            kv_cache_dtype=config.model.kv_cache_dtype,
+        ), OK
     from pipeline.doctor.examine import examine
 
     flags = {"input.path": arguments.input, "output.path": arguments.output}
@@ -92,6 +101,7 @@ def show(document: dict[str, Any]) -> None:
         loaded = "not loaded here" if choice["load_s"] is None else f"loaded in {choice['load_s']:.1f} s"
         log(f"model: {choice['model']}, {choice['layers']} layers, {loaded}")
         weights = "" if choice["quantization"] is None else f", {choice['quantization']} weights,"
+        weights += "" if choice["kv_cache_dtype"] == "auto" else f" {choice['kv_cache_dtype']} keys and values,"
         log(f"decoding: {choice['dtype']}{weights} on {choice['device']} with {choice['decode']}")
         if choice["batch_size"] is None:
             log("batch size: only known on a machine that can load the model")

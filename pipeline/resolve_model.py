@@ -12,13 +12,15 @@ from actors.memory import DETERMINISTIC_ROWS
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Json, Log
 from skipdecode.backends.choice import int8_misfit
+from skipdecode.backends.cuda_fp8 import STEP as FP8_STEP
 from skipdecode.checkpoint.hub import pin, resolve_source
 from skipdecode.checkpoint.lora_adapter import resolve_adapter
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import adapted, check_folder
-from skipdecode.config.model import DecoderConfig, Quantization, WantedImplementation
+from skipdecode.config.model import DecoderConfig, KVCacheDtype, Quantization, WantedImplementation
 from skipdecode.config.structured_outputs import StructuredOutputs
+from skipdecode.model.kv_scales import why_no_scales
 from skipdecode.schedules.from_config import check_whole_layers, complete_ffn_skip, make_schedule
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
 from skipdecode.schedules.lossless import Lossless, stored_drafts
@@ -208,6 +210,7 @@ def check_wrapped(config: JobConfig) -> None:
     """ConfigError for what layers of transformers cannot do yet. `decode.ffn_skip` is refused with the schedule."""
     asked = {
         "model.quantization": (config.model.quantization is not None, "null keeps the weights as they are"),
+        "model.kv_cache_dtype": (config.model.kv_cache_dtype != "auto", "auto stores keys and values as they are"),
         "actors.num_gpus": (config.actors.num_devices > 1, "use actors.num_gpus=1"),
         "sampling.deterministic": (config.sampling.deterministic, "use sampling.deterministic=false"),
     }
@@ -315,11 +318,15 @@ def resolve_ffn_skip(
 def check_quantization(
     quantization: Quantization | None, model_config: DecoderConfig, dtype: str, device: str, no_int8: str | None
 ) -> None:
-    """ConfigError where workers on `device` in `dtype` could not load the model quantized like this.
+    """ConfigError where workers on `device` in `dtype` could not load the model quantized like this. What their GPUs
+    can do is only known there.
 
     `no_int8` says why their CPUs have no kernels for int8 weights; None if they have, or it is not known yet.
     """
     if quantization is None:
+        return
+    if quantization == "fp8":
+        _check_fp8_weights(model_config, dtype, device)
         return
     if device != "cpu" or dtype != "bfloat16":
         raise ConfigError(
@@ -336,6 +343,36 @@ def check_quantization(
     for key, width in product_inputs(model_config).items():
         if (problem := int8_misfit(width)) is not None:
             raise ConfigError("model.quantization", f"{key} {width} of this model is {problem}; null takes it")
+
+
+def _check_fp8_weights(model_config: DecoderConfig, dtype: str, device: str) -> None:
+    if device != "cuda" or dtype != "bfloat16":
+        raise ConfigError(
+            "model.quantization",
+            f"fp8 weights are for bfloat16 on GPUs of compute capability 8.9 and later, and this would decode in "
+            f"{dtype} on {device}; null keeps the weights as they are",
+        )
+    for key, width in product_inputs(model_config).items():
+        if width % FP8_STEP:
+            problem = f"{key} {width} of this model is no multiple of {FP8_STEP}, as fp8 weights need it"
+            raise ConfigError("model.quantization", f"{problem}; null takes it")
+
+
+def check_kv_cache_dtype(kv_cache_dtype: KVCacheDtype, model_config: DecoderConfig, dtype: str, device: str) -> None:
+    """ConfigError where workers on `device` in `dtype` could not store keys and values in this type. What their GPUs
+    can do is only known there."""
+    if kv_cache_dtype == "auto":
+        return
+    if device != "cuda" or dtype != "bfloat16":
+        raise ConfigError(
+            "model.kv_cache_dtype",
+            f"{kv_cache_dtype} is for bfloat16 on GPUs of compute capability 8.9 and later, and this would decode in "
+            f"{dtype} on {device}; auto stores keys and values as they are",
+        )
+    if (problem := why_no_scales(model_config)) is not None:
+        raise ConfigError(
+            "model.kv_cache_dtype", f"{kv_cache_dtype} has no scales for this model: {problem}; auto takes it"
+        )
 
 
 def product_inputs(model_config: DecoderConfig) -> dict[str, int]:

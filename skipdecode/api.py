@@ -16,7 +16,7 @@ from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import check_folder, load_model
-from skipdecode.config.model import Quantization, WantedImplementation
+from skipdecode.config.model import KVCacheDtype, Quantization, WantedImplementation
 from skipdecode.config.sampling import Sampling, is_unicode
 from skipdecode.engine.generate import generate as decode_batch
 from skipdecode.engine.request import Request, refuse_too_long
@@ -79,6 +79,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     quantization: Quantization | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     implementation: WantedImplementation = "auto",
 ) -> TextModel:
     """Loads the model of a folder, a hub id or a `.gguf` file. ValueError names an argument that does not fit, and a
@@ -87,13 +88,15 @@ def load(
     `adapter`: the folder of a LoRA adapter, merged into the weights. `tokenizer`: a folder or hub id with the
     tokenizer's files, where they are not beside the model. `dtype`: auto, float32, bfloat16 or float16; auto takes
     bfloat16 where the device multiplies it. `device`: auto, cpu, cuda or cuda:N; auto takes the GPU if there is one.
-    `quantization`: `int8` weights. `implementation`: `own`, a family with kernels of ours, or `transformers`, any
-    decoder-only model; auto takes the former where there is one.
+    `quantization`: `int8` or `fp8` weights. `kv_cache_dtype`: `fp8` keys and values. `implementation`: `own`, a family
+    with kernels of ours, or `transformers`, any decoder-only model; auto takes the former where there is one.
     """
     if implementation not in (known := get_args(WantedImplementation)):
         raise ValueError(f"implementation: must be {', '.join(known)}, got {implementation!r}")
     if quantization not in (None, *get_args(Quantization)):
         raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
+    if kv_cache_dtype not in (known := get_args(KVCacheDtype)):
+        raise ValueError(f"kv_cache_dtype: must be {' or '.join(known)}, got {kv_cache_dtype!r}")
     target = available_device(device)
     torch_dtype = choose_dtype(dtype, target)
     folder = resolve_source(str(source))
@@ -103,7 +106,7 @@ def load(
         warnings.warn(remark, stacklevel=2)
     model = load_model(
         folder, adapter=adapter, device=target, dtype=torch_dtype, implementation=config.implementation
-    ).pack(quantization)
+    ).pack(quantization, kv_cache_dtype)
     return TextModel(model, Tokenizer(files, model.config))
 
 

@@ -63,6 +63,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         dtype: str = "auto",
         device: str = "auto",
         quantization: Any = None,
+        kv_cache_dtype: Any = "auto",
         implementation: Any = "auto",
         **decode: Any,
     ) -> None:
@@ -77,7 +78,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         if isinstance(pretrained, str):
             loaded = load(
                 pretrained, tokenizer=tokenizer, adapter=adapter, dtype=dtype, device=device,
-                quantization=quantization, implementation=implementation,
+                quantization=quantization, kv_cache_dtype=kv_cache_dtype, implementation=implementation,
             )  # fmt: skip
             self._files = tokenizer or pretrained
         else:

@@ -112,6 +112,7 @@ def predicted(
             ),
             itemsize=itemsize,
             weight_itemsize=model.weight_itemsize,
+            kv_itemsize=model.kv_itemsize,
             in_graphs=in_graphs,
         )
         if isinstance(chosen, Lossless) and isinstance(result.stats, LosslessStats):

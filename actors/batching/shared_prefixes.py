@@ -37,13 +37,28 @@ class PrefillCosts:
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, schedule: Schedule, ceilings: Ceilings, *, itemsize: int, weight_itemsize: int
+        cls,
+        config: DecoderConfig,
+        schedule: Schedule,
+        ceilings: Ceilings,
+        *,
+        itemsize: int,
+        weight_itemsize: int,
+        kv_itemsize: int | None = None,
     ) -> "PrefillCosts":
-        predict = partial(predict_s, config, schedule, ceilings, itemsize=itemsize, weight_itemsize=weight_itemsize)
+        predict = partial(
+            predict_s,
+            config,
+            schedule,
+            ceilings,
+            itemsize=itemsize,
+            weight_itemsize=weight_itemsize,
+            kv_itemsize=kv_itemsize,
+        )
         few, many = (predict(BatchShape(64, (), rows=rows))[0] for rows in (32, 64))
         token_s = (many - few) / (32 * 64)
         _, pass_s = predict(BatchShape(1, (1,)))
-        column_bytes = 2 * config.num_hidden_layers * config.kv_dim * itemsize
+        column_bytes = 2 * config.num_hidden_layers * config.kv_dim * (kv_itemsize or itemsize)
         return cls(token_s, pass_s, column_bytes / ceilings.bytes_per_s)
 
 

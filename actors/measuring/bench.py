@@ -55,11 +55,11 @@ def largest_batch(model: Decoder, prompt_tokens: int, new_tokens: int) -> int:
     On a GPU, the rows whose keys and values take its memory share.
     """
     full = FullDepth(model.config.num_hidden_layers)
-    shape = {"prompt_columns": prompt_tokens, "num_new": new_tokens, "itemsize": model.dtype.itemsize}
+    shape = {"prompt_columns": prompt_tokens, "num_new": new_tokens, "itemsize": model.kv_itemsize}
     logits = 8 * model.config.vocab_size  # bytes: the logits, those of sampling, and a float32 copy
     if model.device.type == "cuda":
         cache_bytes = DeviceMemory.of(model.device).for_caches(MEMORY_SHARE)
-        per_row = cache_bytes_per_row(model.config, full, **shape) + row_rounding(model.config, model.dtype.itemsize)
+        per_row = cache_bytes_per_row(model.config, full, **shape) + row_rounding(model.config, model.kv_itemsize)
         return max(1, rows_within(cache_bytes, per_row, has_graphs=True))
     rows = int(0.8 * free_bytes(model.device) / (cache_bytes_per_row(model.config, full, **shape) + logits))
     return max(1, rows - rows % 8)
@@ -116,6 +116,7 @@ def bench_case(model: Decoder, case: BenchCase, schedules: list[dict[str, Any]],
             batch=BatchShape(case.prompt_tokens, stats.batch_rows, deferred_ffn_rows=stats.deferred_ffn_rows),
             itemsize=model.dtype.itemsize,
             weight_itemsize=model.weight_itemsize,
+            kv_itemsize=model.kv_itemsize,
             in_graphs=graphs is not None and graphs.failure is None,
         )
         predictions[name] = predict(ceilings=typical)

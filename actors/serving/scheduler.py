@@ -88,7 +88,7 @@ class Scheduler(ABC):
         exceed the memory for those of all."""
         num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
         schedule = self.generator.schedule(num_new)
-        config, itemsize = self.generator.model.config, self.generator.dtype.itemsize
+        config, itemsize = self.generator.model.config, self.generator.model.kv_itemsize
         budget = self.cache_budget if on_answer is None else int(BACKGROUND_SHARE * self.cache_budget)
         needed = 2 * config.num_hidden_layers * config.kv_dim * itemsize * (num_prompt + num_new)  # at full depth
         if needed > budget:  # only now, since to count what a schedule needs takes milliseconds
@@ -140,7 +140,7 @@ class Scheduler(ABC):
 
     def row_bytes(self, ticket: Ticket, num_new: int) -> int:
         """Cache of a row like that of `ticket` with up to `num_new` new tokens."""
-        itemsize = self.generator.dtype.itemsize
+        itemsize = self.generator.model.kv_itemsize
         return _row_bytes(self.generator.model.config, ticket.schedule, ticket.bucket, num_new, itemsize)
 
     def select(

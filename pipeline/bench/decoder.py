@@ -10,7 +10,7 @@ from pipeline.cluster.machine import device_to_measure, provenance
 from pipeline.config.job import ConfigError, Section, SwiftKVSection, build_config, read_tree
 from pipeline.formatting import Json, Log
 from skipdecode.backends.host_memory import num_cores
-from skipdecode.config.model import Quantization
+from skipdecode.config.model import KVCacheDtype, Quantization
 from skipdecode.families import released
 from skipdecode.model.devices import dtype_name
 
@@ -36,7 +36,9 @@ class BenchConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None
-    """int8: weights of 8 bits, as `model.quantization` of a job."""
+    """int8, fp8: weights of 8 bits, as `model.quantization` of a job."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """fp8: keys and values of 8 bits, as `model.kv_cache_dtype` of a job."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """torch threads; null: all cores."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)] | Literal["largest"], ...] = (8, 32)
@@ -108,6 +110,8 @@ def _check_training(config: BenchConfig, precision: str, profile: bool) -> None:
         raise ConfigError("work", "--profile is for work=decode")
     if config.quantization is not None:
         raise ConfigError("quantization", "is for work=decode")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError("kv_cache_dtype", "is for work=decode")
     if precision == "float16":
         raise ConfigError("dtype", "float16 is not trained in; use bfloat16 or float32")
     for key in ("ffn_skip", "prefill"):
@@ -139,7 +143,7 @@ def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> 
         raise ValueError("source: work=train needs a model of a family of ours (docs/models.md)")
     for decode in config.schedules:
         listed_schedule(model.config, decode, config.new_tokens)
-    return model.pack(config.quantization) if config.work == "decode" else model
+    return model.pack(config.quantization, config.kv_cache_dtype) if config.work == "decode" else model
 
 
 LEFT_OUT = ("new_tokens", "prefill_ms")  # in the document only, not in the table

@@ -18,6 +18,7 @@ from skipdecode.checkpoint.hub import DEMO
 from skipdecode.config.model import (
     MAX_LOGPROBS,
     DecoderConfig,
+    KVCacheDtype,
     Quantization,
     SwiftKVConfig,
     WantedImplementation,
@@ -79,7 +80,12 @@ class ModelConfig(Section):
     own where a family takes the model, else transformers."""
     quantization: Quantization | None = None
     """int8: 8-bit weights, which halves the bytes read per step and changes some tokens. For bfloat16 on CPUs with AMX,
-    or with AVX-512 that has BF16 and VNNI. null: the weights as they are."""
+    or with AVX-512 that has BF16 and VNNI. fp8: 8-bit weights (e4m3) and inputs of products, for bfloat16 on GPUs of
+    compute capability 8.9 and later (L4, H100). null: the weights as they are."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """fp8: 8-bit keys and values (e4m3, a scale per layer and head), which halves the memory and the bytes read per
+    token of context and changes some tokens. For bfloat16 on GPUs of compute capability 8.9 and later (L4, H100). auto:
+    keys and values in the type that the decoder computes in."""
 
 
 class FFNSkipConfig(Section):

@@ -37,8 +37,9 @@ from pipeline.formatting import Json, Log
 from pipeline.generate.stage_config import local_paths, make_generator_config
 from pipeline.input.expansion import Expansion
 from pipeline.input.files import Listing, list_input
-from pipeline.resolve_model import check_exact_drafts, check_model, check_quantization
+from pipeline.resolve_model import check_exact_drafts, check_kv_cache_dtype, check_model, check_quantization
 from pipeline.store.run_folder import RunFolder
+from skipdecode.backends.fp8 import FP8
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.model.devices import choose_device
@@ -72,6 +73,7 @@ class Choice:
     device: str
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     load_s: float | None
     batch_size: dict[str, int] | None
     """By prompt length."""
@@ -203,6 +205,7 @@ def choice(
     model = worker.model = check_model(config, log)
     dtype = resolve_dtype(config.model.dtype, device.type, nodes)
     check_quantization(config.model.quantization, model.config, dtype, device.type, reason_against_int8(nodes))
+    check_kv_cache_dtype(config.model.kv_cache_dtype, model.config, dtype, device.type)
     lacking = reason_for_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device.type, lacking)
     new = config.sampling.max_new_tokens
@@ -210,7 +213,8 @@ def choice(
     swiftkv = model.config.swiftkv_layer(model.prefill)
     layers = model.config.num_hidden_layers
     schedule = make_schedule(model.decode, num_layers=layers, max_new_tokens=new, swiftkv_from=swiftkv)
-    shape = {"num_new": new, "itemsize": getattr(torch, dtype).itemsize}
+    kv_cache_dtype = config.model.kv_cache_dtype
+    shape = {"num_new": new, "itemsize": getattr(torch, dtype).itemsize if kv_cache_dtype == "auto" else FP8.itemsize}
     found = Choice(
         model=model.source,
         layers=layers,
@@ -219,6 +223,7 @@ def choice(
         device=str(device),
         dtype=dtype,
         quantization=config.model.quantization,
+        kv_cache_dtype=kv_cache_dtype,
         load_s=None,
         batch_size=None,
         cache_bytes_per_row={
@@ -227,7 +232,7 @@ def choice(
     )
     if device.type == "cuda" and not torch.cuda.is_available():
         return found
-    if config.model.quantization is not None and cpu_backend().no_int8 is not None:
+    if config.model.quantization == "int8" and cpu_backend().no_int8 is not None:
         return found
     log(f"model: loading {model.source} on {device}")
     generator = worker.generator = Generator(

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json, Log
+from skipdecode.config.model import WEIGHT_BYTES, KVCacheDtype, Quantization
 from skipdecode.cost.gpu_specs import gpu_named
 from skipdecode.cost.predict import BANDWIDTH_REACHED, FLOPS_REACHED, MODELS, Prediction, Workload, predict_all
 from skipdecode.families import released
@@ -13,7 +14,14 @@ COLUMNS = ("model", "schedule", "num_gpus", "rows", "ms_per_step", "tokens_per_s
 
 
 def predicted(
-    name: str, log: Log, prompt_tokens: int, new_tokens: int, *, price_per_hour: float | None = None
+    name: str,
+    log: Log,
+    prompt_tokens: int,
+    new_tokens: int,
+    *,
+    price_per_hour: float | None = None,
+    quantization: Quantization | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> dict[str, Json]:
     """The JSON document for rows of `prompt_tokens` that generate `new_tokens` each; a table goes to `log`."""
     try:
@@ -24,7 +32,16 @@ def predicted(
         gpu = replace(gpu, price_per_hour=price_per_hour)
     if prompt_tokens < 1:
         raise ConfigError("--prompt-tokens", f"{prompt_tokens} is below 1")
-    work = Workload(prompt_tokens, new_tokens)
+    asked = {"model.quantization": quantization or "null", "model.kv_cache_dtype": kv_cache_dtype}
+    for key, value in asked.items():
+        if value == "int8" or (value == "fp8" and not gpu.has_fp8):
+            raise ConfigError(key, f"{value} does not run on {gpu.name}; leave it out")
+    work = Workload(
+        prompt_tokens,
+        new_tokens,
+        weight_itemsize=None if quantization is None else WEIGHT_BYTES[quantization],
+        kv_itemsize=None if kv_cache_dtype == "auto" else 1,
+    )
     longest = min(released(model).max_position_embeddings for model in MODELS)
     if work.num_prompt_tokens + work.new_tokens > longest:
         raise ConfigError(
@@ -33,8 +50,9 @@ def predicted(
     rows = predict_all(gpu, [(model, released(model)) for model in MODELS], work)
     missing = sorted(set(MODELS) - {row.model for row in rows})
     log(f"{gpu.name}: predicted, not measured. {gpu.source}; {gpu.price_per_hour:g} $ an hour")
+    types = _types(quantization, kv_cache_dtype)
     log(
-        f"prompts of {work.num_prompt_tokens} tokens, {work.new_tokens} new tokens, bfloat16, with CUDA graphs; "
+        f"prompts of {work.num_prompt_tokens} tokens, {work.new_tokens} new tokens, {types}, with CUDA graphs; "
         f"assumes {BANDWIDTH_REACHED:.0%} of the bandwidth and {FLOPS_REACHED:.0%} of the FLOPS of the data sheet"
     )
     log(_line({column: column for column in COLUMNS}))
@@ -51,9 +69,16 @@ def predicted(
         "flops_reached": FLOPS_REACHED,
         "prompt_tokens": work.num_prompt_tokens,
         "new_tokens": work.new_tokens,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "predictions": [asdict(row) for row in rows],
         "do_not_fit": [*missing],
     }
+
+
+def _types(quantization: Quantization | None, kv_cache_dtype: KVCacheDtype) -> str:
+    weights = [] if quantization is None else [f"{quantization} weights"]
+    return ", ".join(["bfloat16", *weights, *([] if kv_cache_dtype == "auto" else ["fp8 keys and values"])])
 
 
 def _shown(row: Prediction) -> Mapping[str, str]:

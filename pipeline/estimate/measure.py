@@ -113,6 +113,7 @@ def predicted_s(
         ),
         itemsize=generator.dtype.itemsize,
         weight_itemsize=generator.model.weight_itemsize,
+        kv_itemsize=generator.model.kv_itemsize,
     )
 
 

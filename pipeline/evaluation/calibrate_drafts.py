@@ -92,7 +92,7 @@ def check_sizes(generator: Generator, pairs: Sequence[Pair], batch_sizes: Sequen
         FullDepth(model.num_hidden_layers),
         prompt_columns=max(len(prompt) for prompt, _ in pairs),
         num_new=max_new_tokens,
-        itemsize=generator.dtype.itemsize,
+        itemsize=generator.model.kv_itemsize,
     )
     most = int(generator.memory.serving_cache_bytes // per_row)
     if wrong := [size for size in batch_sizes if size > most]:

@@ -130,6 +130,8 @@ class SweepRow(SettingFigures):
     model: str
     adapter: NotRequired[str | None]
     quantization: str | None
+    kv_cache_dtype: NotRequired[str]
+    """Missing in older figures, which have `auto`."""
     decode: Decode
     prefill: str
     speed_at: dict[str, Speedup]

@@ -102,6 +102,7 @@ def evaluate_tasks(config: TasksConfig, log: Log) -> TasksDocument:
         dtype=config.model.dtype,
         device=device.type,
         quantization=config.model.quantization,
+        kv_cache_dtype=config.model.kv_cache_dtype,
         implementation=config.model.implementation,
     )
     lm = SkipDecodeLM(

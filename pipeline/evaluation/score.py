@@ -218,7 +218,7 @@ class Policy:
 
 def _perplexity(config: EvaluateConfig, run: RunPolicy | None, pairs: list[tuple[str, str]], log: Log) -> PolicyFigures:
     """The references under model and schedule of the run; None where left out."""
-    is_cpu = config.device == "auto" and run is not None and run.quantization is not None  # such weights are for CPUs
+    is_cpu = config.device == "auto" and run is not None and run.quantization == "int8"  # which is for CPUs
     device = device_to_measure("cpu" if is_cpu else config.device)
     torch.set_num_threads(config.threads or num_cores())
     figures, num_pairs, more = loss_figures(None), 0, PolicyKeys()

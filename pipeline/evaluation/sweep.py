@@ -30,10 +30,10 @@ from pipeline.evaluation.sweep_report import headline, write_json, write_report
 from pipeline.formatting import Log, count
 from pipeline.input.training_pairs import encode_pairs
 from pipeline.report.document import Speedup
-from pipeline.resolve_model import check_model, check_quantization, resolve_decode
+from pipeline.resolve_model import check_kv_cache_dtype, check_model, check_quantization, resolve_decode
 from skipdecode.backends.choice import choose
 from skipdecode.backends.host_memory import num_cores
-from skipdecode.config.model import Quantization
+from skipdecode.config.model import KVCacheDtype, Quantization
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.request import Request
 from skipdecode.model.devices import choose_dtype, dtype_name
@@ -59,8 +59,15 @@ class SweepRun(Section):
     adapter: str | None = None
     """The folder of a LoRA adapter for it; null: none."""
     quantization: Quantization | None = None
-    """int8 quantizes the weights, like `model.quantization` of a job."""
+    """int8 or fp8 quantizes the weights, like `model.quantization` of a job."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """fp8 stores keys and values in 8 bits, like `model.kv_cache_dtype` of a job; losses are taken without a cache."""
     decode: Annotated[tuple[SweepDecode, ...], Field(min_length=1)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether weights, keys and values are as they are."""
+        return self.quantization is None and self.kv_cache_dtype == "auto"
 
 
 class SweepConfig(Section):
@@ -148,7 +155,7 @@ def measure_run(
     generator = Generator(generator_config(config, run))
     encoded = encode_pairs(generator.tokenizer, corpus.pairs)
     pairs = draw_pairs(encoded, config.perplexity_pairs, generator.model.config.max_position_embeddings)
-    plain = generator if run.quantization is None else Generator(generator_config(config, run, plain=True))
+    plain = generator if run.is_plain else Generator(generator_config(config, run, plain=True))
     started = time.monotonic()
     full = decode(plain.with_decode({"method": "full"}, prefill="full"), corpus.prompts, config)
     full_s = time.monotonic() - started
@@ -163,13 +170,14 @@ def measure_run(
     for setting, loss in zip(settings, losses, strict=True):
         started = time.monotonic()
         tuned = generator.with_decode(setting.decode, prefill=setting.prefill)
-        known = full if run.quantization is None and is_full_depth(tuned, config) else None
+        known = full if run.is_plain and is_full_depth(tuned, config) else None
         row: SweepRow = {
             "label": run.label,
             "name": setting.name,
             "model": run.model,
             "adapter": run.adapter,
             "quantization": run.quantization,
+            "kv_cache_dtype": run.kv_cache_dtype,
             "decode": setting.decode,
             "prefill": setting.prefill,
             **measure(tuned, corpus, full_texts, loss, config, known),
@@ -194,6 +202,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, log: Log
     try:
         model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), log)
         check_quantization(run.quantization, model.config, dtype, device, choose().no_int8)
+        check_kv_cache_dtype(run.kv_cache_dtype, model.config, dtype, device)
     except ConfigError as error:
         raise ConfigError(f"runs.{index}.model ({run.label})", str(error)) from error
     decodes = []
@@ -250,6 +259,7 @@ def generator_config(config: SweepConfig, run: SweepRun, *, plain: bool = False)
         source=run.model,
         adapter=run.adapter,
         quantization=None if plain else run.quantization,
+        kv_cache_dtype="auto" if plain else run.kv_cache_dtype,
         decode={"method": "full"},
         dtype=config.dtype,
         device=config.device,

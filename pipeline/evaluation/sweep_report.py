@@ -174,10 +174,10 @@ def _legend(document: SweepDocument) -> str:
         "Speedup: time per token at full depth of the same checkpoint over time per token, same batches, prefill "
         "included.",
     ]
-    if any(row.get("quantization") for row in document["rows"]):
+    if any(row.get("quantization") or row.get("kv_cache_dtype", "auto") != "auto" for row in document["rows"]):
         parts.append(
             "Quantized rows: `full depth's text` is of the model as it is; `as full depth` and the speedup are over "
-            "full depth with the same weights as the row."
+            "full depth with the same weights, keys and values as the row."
         )
     share = document["config"].get("baseline_fraction")  # null: older figures, every batch
     if isinstance(share, float) and share < 1:

@@ -67,6 +67,7 @@ def fingerprint(
 def _settings(config: JobConfig, decode: dict[str, Json], prefill: str) -> Fingerprint:
     """The entries that the configuration alone decides."""
     entries: Fingerprint = {"model.quantization": config.model.quantization, "decode.prefix": config.decode.prefix}
+    entries["model.kv_cache_dtype"] = config.model.kv_cache_dtype
     skip = decode.get("ffn_skip")
     entries |= {f"decode.{key}": value for key, value in decode.items() if key not in ("ffn_skip", *LOSSLESS_KEYS)}
     entries["prefill.method"] = prefill

@@ -30,7 +30,13 @@ from pipeline.input.input_plan import InputPlan, columns_of, plan_input, unread_
 from pipeline.input.prompt_templates import Prompter, unknown_names
 from pipeline.input.sample_prompts import remark_on_bos, remark_on_last_messages
 from pipeline.input.scan import FileScan
-from pipeline.resolve_model import ResolvedModel, check_exact_drafts, check_model, check_quantization
+from pipeline.resolve_model import (
+    ResolvedModel,
+    check_exact_drafts,
+    check_kv_cache_dtype,
+    check_model,
+    check_quantization,
+)
 from pipeline.stages.endpoint_model import EndpointName, SharedEndpoint
 from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import Fingerprint, RunState
@@ -217,6 +223,7 @@ def resolve_run_dtype(
     nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and must_query_nodes else ()
     dtype = resolve_dtype(name, device, nodes)
     check_quantization(model_config.quantization, model.config, dtype, device, reason_against_int8(nodes))
+    check_kv_cache_dtype(model_config.kv_cache_dtype, model.config, dtype, device)
     lacking = reason_for_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device, lacking)
     if config.actors.require_kernels and lacking is not None:

@@ -44,6 +44,7 @@ def first_state(planned: PlannedRun, session: str, phase: Phase, earlier_session
             "layers": planned.model.config.num_hidden_layers,
             "implementation": planned.model.config.implementation,
             "quantization": planned.config.model.quantization,
+            "kv_cache_dtype": planned.config.model.kv_cache_dtype,
         },
         "decode": planned.model.decode,
         "input": {

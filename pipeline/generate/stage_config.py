@@ -79,6 +79,7 @@ def make_generator_config(
         implementation=model.config.implementation,
         dtype=dtype,
         quantization=config.model.quantization,
+        kv_cache_dtype=config.model.kv_cache_dtype,
         device="cuda" if pool.num_gpus else "cpu",
         num_devices=config.actors.num_devices,
         num_threads=pool.num_threads,

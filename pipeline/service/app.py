@@ -32,6 +32,7 @@ from pipeline.resolve_model import (
     ResolvedModel,
     adapter_path,
     check_exact_drafts,
+    check_kv_cache_dtype,
     check_model,
     check_quantization,
     refuse_wrapped,
@@ -213,9 +214,11 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
     job = JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling)
     model = check_model(job, logging.getLogger("ray.serve").warning)
     device, dtype = "auto", config.model.dtype
-    if config.model.quantization is not None:  # without a kernel for it, replicas would fail to start
-        device, dtype = "cpu", "bfloat16" if dtype == "auto" else dtype
-        check_quantization(config.model.quantization, model.config, dtype, device, no_int8=None)
+    quantization, kv_cache_dtype = config.model.quantization, config.model.kv_cache_dtype
+    if quantization is not None or kv_cache_dtype != "auto":  # without a kernel for it, replicas would fail to start
+        device, dtype = "cpu" if quantization == "int8" else "cuda", "bfloat16" if dtype == "auto" else dtype
+        check_quantization(quantization, model.config, dtype, device, no_int8=None)
+        check_kv_cache_dtype(kv_cache_dtype, model.config, dtype, device)
     if config.sampling.deterministic and model.decode.get("lossless"):  # drafts are exact on CPUs only
         device = "cpu"
         logging.getLogger("ray.serve").warning(
@@ -251,7 +254,8 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
         implementation=model.config.implementation,
         dtype=dtype,
         device=device,
-        quantization=config.model.quantization,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         num_threads=config.engine.num_threads,  # null: decided in the replica, which knows its node
         batch_size=config.engine.batch_size,
         length_buckets=config.engine.length_buckets,

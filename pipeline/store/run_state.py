@@ -55,6 +55,8 @@ class ModelState(TypedDict):
     implementation: NotRequired[str]
     """Whose layers run: `own` or `transformers`. Older runs, which have no such entry, are of the former."""
     quantization: str | None
+    kv_cache_dtype: NotRequired[str]
+    """`auto` or `fp8`. Older runs, which have no such entry, have the former."""
 
 
 class InputState(TypedDict):

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipdecode.backends.fp8 import why_no_fp8
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.torch_sampling import likeliest, mask, pick_by_sort
 from skipdecode.config.model import FeedForwardKind, Quantization
@@ -394,6 +395,10 @@ class Backend:
         """Why decoding is slower than it could be here, for people; None if it is not."""
         return None
 
+    def why_no_fp8(self, device: torch.device) -> str | None:
+        """Why keys and values cannot be stored in FP8 on that device; None if they can."""
+        return why_no_fp8(device)
+
     def pack(
         self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
     ) -> PackedWeight | None:
@@ -406,7 +411,8 @@ class Backend:
         """ValueError where `pack` cannot quantize this weight."""
         if quantization is not None:
             kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
-            raise ValueError(f"quantization: {quantization} weights are for bfloat16 on CPUs, and this is {kind}")
+            where = "CPUs" if quantization == "int8" else "GPUs with our kernels"
+            raise ValueError(f"quantization: {quantization} weights are for bfloat16 on {where}, and this is {kind}")
 
     def fuse(
         self,

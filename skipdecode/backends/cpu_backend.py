@@ -62,8 +62,11 @@ class CompiledBackend(Backend):
             return _OneDNN.of(weight)
         return None
 
+    def why_no_fp8(self, device: torch.device) -> str:
+        return "the kernels of CPUs have no such type"
+
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
-        if quantization is not None and weight.dtype != torch.bfloat16:
+        if quantization == "fp8" or (quantization is not None and weight.dtype != torch.bfloat16):
             super().check(weight, quantization)
         if quantization is not None:
             check_int8(weight, is_gated=is_gated)

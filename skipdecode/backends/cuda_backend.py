@@ -32,7 +32,9 @@ from skipdecode.backends.backend import (
     SharedPrefix,
     activate,
 )
+from skipdecode.backends.cuda_fp8 import STEP, Fp8Product, Fp8Weight
 from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Kernels, Norm
+from skipdecode.backends.fp8 import FP8, as_bytes, widened
 from skipdecode.backends.torch_sampling import mask
 from skipdecode.config.model import Quantization
 
@@ -75,6 +77,10 @@ class CudaProduct:
     bias: Tensor | None
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
     def inputs(self) -> int:
         return self.weight.shape[1]
 
@@ -104,6 +110,9 @@ def _relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return flat.view(*x.shape[:-1], weight.shape[0])
 
 
+AnyProduct = CudaProduct | Fp8Product
+
+
 class PromptRange(NamedTuple):
     """The cache of one layer, into which prompts are fed without padding."""
 
@@ -119,13 +128,13 @@ def attend_prompts(kernels: Kernels, heads: Heads, q: Tensor, k: Tensor, v: Tens
     """Attention of the new tokens of prompts, whose k and v [N, G K] are stored first: q [N, H K] -> [N, H K]."""
     keys, values, prompts, shared = columns
     new, seen = prompts.new, prompts.seen
-    queries, k = kernels.store(heads, q, k, v, prompts, (keys, values))
+    queries, k, v = kernels.store(heads, q, k, v, prompts, (keys, values))
     assert queries is not None
-    v = v.view(k.shape)
     if seen is not new and shared is not None:
         k, v = _behind_prefixes(shared, prompts, k, v)
     elif seen is not new:  # what came before lies in the cache alone
-        k, v = (memory[seen.slots, :, seen.columns] for memory in (keys, values))
+        found = (as_bytes(memory)[seen.slots, :, seen.columns].view(memory.dtype) for memory in (keys, values))
+        k, v = (widened(own, q.dtype) for own in found)
     out = kernels.attend_packed(queries, k, v, new.starts, seen.starts, new.longest, seen.longest, heads.window)
     return out.flatten(1)
 
@@ -140,7 +149,7 @@ def _behind_prefixes(shared: SharedPrefix, prompts: PackedPrompts, k: Tensor, v:
     for own, memory in ((k, shared.k), (v, shared.v)):
         seen = own.new_empty(len(new) + len(cached), *own.shape[1:])
         seen[new] = own
-        seen[cached] = memory[prefix, :, column]
+        seen[cached] = widened(as_bytes(memory)[prefix, :, column].view(memory.dtype), own.dtype)
         found.append(seen)
     return found
 
@@ -149,7 +158,7 @@ class CudaKVStore:
     """Stores the keys and values of prompts for one or several layers (`FusedKVStore`)."""
 
     def __init__(
-        self, kernels: Kernels, norm: Norm | None, products: Sequence[CudaProduct], heads: Sequence[Heads]
+        self, kernels: Kernels, norm: Norm | None, products: Sequence[AnyProduct], heads: Sequence[Heads]
     ) -> None:
         """`norm`: of the states; None: they are taken as they are. `products`, `heads`: of each layer, its projection
         D -> 2 G K, keys above values, and its heads."""
@@ -171,7 +180,7 @@ class CudaLayer:
         kernels: Kernels,
         shape: LayerShape,
         norms: LayerNorms,
-        products: Sequence[CudaProduct],
+        products: Sequence[AnyProduct],
     ) -> None:
         self._qkv, self._out, self._fc1, self._fc2 = products
         self._kernels, self._mlp, self.is_pre_norm = kernels, shape.mlp, shape.is_pre_norm
@@ -194,9 +203,13 @@ class CudaLayer:
         return self._heads.head_dim
 
     @property
-    def weight(self) -> Tensor:
-        """One of its weights, which say its type and device."""
-        return self._qkv.weight
+    def dtype(self) -> torch.dtype:
+        """The type of states."""
+        return self._qkv.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._qkv.weight.device
 
     def attention(self, x: Tensor, columns: KVRange | GraphKVRange | PromptRange) -> Tensor:
         """Normed states [B, D] -> [B, D], without `out_bias`."""
@@ -215,7 +228,7 @@ class CudaLayer:
         y = self._fc1.relu(x) if self._mlp == "relu" else self._kernels.gate(self._fc1(x), self._mlp)
         return self._last(self._fc2, y, self._out_norms[1])
 
-    def _last(self, product: CudaProduct, y: Tensor, norm: Norm | None) -> Tensor:
+    def _last(self, product: AnyProduct, y: Tensor, norm: Norm | None) -> Tensor:
         """A sublayer's last product, without its bias, or with it through the norm of its output."""
         made = product.without_bias(y) if norm is None else product(y)
         return made if norm is None else self._kernels.add_norm(made, None, None, norm, is_pre=True)
@@ -251,9 +264,23 @@ class CudaBackend(Backend):
 
     def pack(
         self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
-    ) -> CudaWeight | None:
+    ) -> CudaWeight | Fp8Weight:
         self.check(weight, quantization, is_gated=is_gated)
+        if quantization == "fp8":
+            return Fp8Weight.of(weight.detach(), self.kernels)
         return CudaWeight(weight.detach(), self.kernels)
+
+    def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
+        if quantization != "fp8":
+            super().check(weight, quantization)
+            return
+        problem = self.why_no_fp8(weight.device)
+        if problem is None and weight.device.type == "cuda" and weight.dtype != torch.bfloat16:
+            problem = f"this is {str(weight.dtype).removeprefix('torch.')}, and fp8 products give bfloat16"
+        if problem is None and (inputs := weight.shape[1]) % STEP:
+            problem = f"inputs come in multiples of {STEP}, and these are {inputs}"
+        if problem is not None:
+            raise ValueError(f"quantization: no fp8 weights here: {problem}")
 
     def fuse(
         self,
@@ -263,7 +290,7 @@ class CudaBackend(Backend):
     ) -> CudaLayer | None:
         if None in products:
             return None
-        return CudaLayer(self.kernels, shape, norms, cast(Sequence[CudaProduct], products))
+        return CudaLayer(self.kernels, shape, norms, cast(Sequence[AnyProduct], products))
 
     def prepare_step(
         self,
@@ -290,11 +317,16 @@ class CudaBackend(Backend):
             Heads(*sizes, table, None, _weight(k_norm), epsilon=shape.epsilon)
             for table, k_norm in zip(tables, k_norms, strict=True)
         ]
-        return CudaKVStore(self.kernels, _norm(shape, norm), cast(Sequence[CudaProduct], products), heads)
+        return CudaKVStore(self.kernels, _norm(shape, norm), cast(Sequence[AnyProduct], products), heads)
+
+    def why_no_fp8(self, device: torch.device) -> str | None:
+        return self.kernels.why_no_fp8(device)
 
     def supports_packed_prompts(self, layers: Sequence[FusedLayer | None], memory: Tensor) -> bool:
-        is_ours = _are_kernels(layers) and self.decode_attention(memory) is not None
-        return is_ours and self.why_padded(layers, memory.dtype, memory.device) is None
+        if not _are_kernels(layers) or self.decode_attention(memory) is None:
+            return False
+        dtype = cast(CudaLayer, layers[0]).dtype if memory.dtype == FP8 else memory.dtype
+        return self.why_padded(layers, dtype, memory.device) is None
 
     def why_padded(self, layers: Sequence[FusedLayer | None], dtype: torch.dtype, device: torch.device) -> str | None:
         if not _are_kernels(layers):
@@ -307,8 +339,8 @@ class CudaBackend(Backend):
         """The prompts behind a prefix are fed without padding, too."""
         if self._no_shared_prefixes is not None or not _are_kernels(layers):
             return False
-        weight = cast(CudaLayer, layers[0]).weight
-        return self.why_padded(layers, weight.dtype, weight.device) is None
+        first = cast(CudaLayer, layers[0])
+        return self.why_padded(layers, first.dtype, first.device) is None
 
     def warm_up_batch_sizes(self, most: int) -> list[int]:
         """Powers of two and `most`: the number of programs per row changes there (`triton_kernels.splits_for`)."""

@@ -49,7 +49,7 @@ class Norm:
 
 
 class Kernels(Protocol):
-    """Kernels for bfloat16, float16 and float32, with sums in float32.
+    """Kernels for bfloat16, float16 and float32, with sums in float32. Keys and values may be in FP8 instead.
 
     They never synchronise with the host, so they can be captured. They may be used on one stream at a time.
     """
@@ -66,16 +66,20 @@ class Kernels(Protocol):
         their `groups`, rows attend to these, too.
         """
 
+    def why_no_fp8(self, device: torch.device) -> str | None:
+        """Why the kernels cannot read a cache in FP8 there; None if they can."""
+
     def why_no_prompts(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why `attend_packed` does not take such heads; None if it does."""
 
     def store(
         self, heads: Heads, q: Tensor | None, k: Tensor, v: Tensor, prompts: PackedPrompts,
         memory: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
         """Stores keys and values [N, G K], rows of any stride, of the new tokens of prompts in `memory`, k and v
         [R, G, S, K]. Returns queries [N, H, K] (None: none are given) and keys [N, G, K] after norms and rotary
-        embedding."""
+        embedding, and values [N, G, K]. Where there are queries, which attend to them, keys and values are rounded as
+        `memory` has them."""
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
@@ -93,6 +97,9 @@ class Kernels(Protocol):
 
     def gate(self, y: Tensor, mlp: FeedForwardKind = "swiglu") -> Tensor:
         """act(gate) * up of y = [gate; up], with SiLU or (`geglu`) GELU by tanh: [B, 2 F] -> [B, F]."""
+
+    def rows_in_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `fp8.rows_in_fp8`."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[B, V] -> [B] int64; the lowest index where several are equal, NO_TOKEN where one is NaN or +inf."""

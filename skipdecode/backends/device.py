@@ -19,7 +19,7 @@ from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.errors import is_out_of_memory
 from skipdecode.backends.flash_attention import TYPES, missing
 from skipdecode.backends.kernel_self_test import KernelShape, Of, self_test
-from skipdecode.config.model import DecoderConfig
+from skipdecode.config.model import DecoderConfig, Quantization
 from skipdecode.user_cache import own_folder
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def choose_cuda() -> Choice:
         raise BackendError(f"{VARIABLE}: triton cannot run here: {problem}; torch can")
     else:
         reason = f"{_device_name()}; {problem}"
-    return Choice(name, reason, "bfloat16", no_int8="quantized weights are for CPUs")
+    return Choice(name, reason, "bfloat16", no_int8="int8 weights are for CPUs")
 
 
 class TorchOnCuda(Backend):
@@ -98,18 +98,26 @@ def cuda_backend() -> Backend:
     )
 
 
-def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+def check_kernels(
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+    quantization: Quantization | None = None,
+) -> None:
     """Runs the kernels once at the shapes of a model that is to decode on a CUDA device. Where one fails or is wrong,
     this process uses torch's operators on CUDA devices from then on. BackendError if the user forces the kernels.
 
     Where those of packed prompts alone fail, prompts are fed with padding (`Backend.why_padded`); where those of shared
-    prefixes do, each row gets a copy (`Backend.supports_shared_prefix`).
+    prefixes do, each row gets a copy (`Backend.supports_shared_prefix`). `kv_dtype`: the type of keys and values in the
+    cache; None: `dtype`.
     """
     if device.type != "cuda" or choose_cuda().name == "torch" or config.implementation != "own":
         return
     from skipdecode.backends.triton_kernels import TritonKernels
 
-    for shape in KernelShape.of_model(config, dtype):
+    shapes = KernelShape.of_model(config, dtype, kv_dtype, quantization)
+    for shape in shapes:
         with torch.inference_mode():
             problem = self_test(TritonKernels(), device, shape)
         if problem is not None:
@@ -122,7 +130,7 @@ def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
         return
     unfit: dict[Of, dict[KernelShape, str]] = {"prompts": _unfit_prompts, "prefixes": _unfit_prefixes}
     for of, found in unfit.items():
-        for shape in KernelShape.of_model(config, dtype):
+        for shape in shapes:
             with torch.inference_mode():
                 problem = self_test(TritonKernels(), device, shape, of=of)
             if problem is not None:

@@ -22,10 +22,12 @@ from skipdecode.backends.backend import (
     prefix_groups,
 )
 from skipdecode.backends.cuda_backend import PromptRange, attend_prompts
+from skipdecode.backends.cuda_fp8 import Fp8Weight
 from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Kernels, Norm
 from skipdecode.backends.errors import is_out_of_memory
+from skipdecode.backends.fp8 import FP8, narrowed
 from skipdecode.backends.torch_kernels import TorchKernels
-from skipdecode.config.model import DecoderConfig, FeedForwardKind
+from skipdecode.config.model import DecoderConfig, FeedForwardKind, Quantization
 
 B = 3
 LAST = 20
@@ -33,6 +35,8 @@ LAST = 20
 MAX_WINDOW = 256  # columns; kernels are compiled for a window, and a longer one only takes longer here
 TOLERANCE = 0.05
 """Share of the largest value. bfloat16 rounds to a 256th several times over; a wrong kernel is farther off."""
+FP8_TOLERANCE = 0.13
+"""Of numbers in FP8, whose steps are an eighth at most."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,18 @@ class KernelShape:
     mlp: FeedForwardKind = "swiglu"
     vocab_size: int = 3000
     dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    """Of keys and values in the cache; None: `dtype`."""
+    has_fp8_weights: bool = False
 
     @classmethod
-    def of_model(cls, config: DecoderConfig, dtype: torch.dtype) -> "list[KernelShape]":
+    def of_model(
+        cls,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        quantization: Quantization | None = None,
+    ) -> "list[KernelShape]":
         """Those of a model of one of our families, one for each kind of its layers."""
         shapes = []
         for layer in range(config.num_hidden_layers):
@@ -72,6 +85,8 @@ class KernelShape:
                     mlp=config.mlp,
                     vocab_size=config.vocab_size,
                     dtype=dtype,
+                    kv_dtype=None if kv_dtype == dtype else kv_dtype,
+                    has_fp8_weights=quantization == "fp8",
                 )
             )
         return list(dict.fromkeys(shapes))
@@ -79,6 +94,10 @@ class KernelShape:
     def __str__(self) -> str:
         parts = [f"{self.heads} heads of {self.head_dim}", f"{self.kv_heads} for keys and values"]
         return ", ".join([*parts, *(["a window"] if self.window else []), str(self.dtype).removeprefix("torch.")])
+
+    def in_cache(self, numbers: Tensor) -> Tensor:
+        """Keys and values as the cache has them."""
+        return narrowed(numbers, self.kv_dtype or self.dtype)
 
 
 Run = Callable[[Kernels], Sequence[Tensor]]
@@ -98,23 +117,23 @@ def self_test(
     cases = {"steps": _cases, "prompts": _prompt_cases, "prefixes": _prefix_cases}[of]
     for name, run in cases(device, shape):
         try:
-            pairs = zip(run(kernels), run(TorchKernels()), strict=True)
-            error = max(_error(made, expected) for made, expected in pairs)
+            is_right = all(_agree(*both) for both in zip(run(kernels), run(TorchKernels()), strict=True))
         except Exception as why:  # no compiler or driver: torch's operators do not need them
             if is_out_of_memory(why):
                 raise
             return f"the kernel of {name} failed ({type(why).__name__}: {why})".splitlines()[0][:300]
-        if error > TOLERANCE:
+        if not is_right:
             return f"the kernel of {name} is wrong"
     return None
 
 
-def _error(made: Tensor, expected: Tensor) -> float:
-    """The largest difference as a share of the largest value; tokens are either equal or not."""
+def _agree(made: Tensor, expected: Tensor) -> bool:
+    """Whether the largest difference is a small share of the largest value; tokens are either equal or not."""
     if not expected.is_floating_point():
-        return 0.0 if torch.equal(made, expected) else 1.0
+        return torch.equal(made, expected)
     error = (made.float() - expected.float()).abs().max() / expected.float().abs().max()
-    return float(error.nan_to_num(nan=torch.inf))
+    limit = FP8_TOLERANCE if expected.dtype == FP8 else TOLERANCE
+    return float(error.nan_to_num(nan=torch.inf)) <= limit
 
 
 def _cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[str, Run]]:
@@ -127,7 +146,7 @@ def _cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[str, Run]
     H, G, K = shape.heads, shape.kv_heads, shape.head_dim
     last_column = LAST + (shape.window or 0)
     columns = -(-(last_column + 2) // 16) * 16
-    memory, qkv = numbers(2 * B * G * columns * K), numbers(B, (H + 2 * G) * K)
+    memory, qkv = shape.in_cache(numbers(2 * B * G * columns * K)), numbers(B, (H + 2 * G) * K)
     table = torch.randn(columns, shape.rotary_dim, generator=rng).to(device) if shape.rotary_dim else None
     q_norm, k_norm = (numbers(K), numbers(K)) if shape.has_qk_norm else (None, None)
     heads = Heads(H, G, K, table, q_norm, k_norm, epsilon=1e-5, window=shape.window)
@@ -170,6 +189,9 @@ def _cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[str, Run]
     if shape.mlp in GATED:
         wide = numbers(B, 2 * shape.ffn_dim)
         yield "gates", lambda kernels: [kernels.gate(wide, shape.mlp)]
+    if shape.has_fp8_weights:
+        weight = numbers(max(16, shape.width), shape.width)
+        yield "fp8 products", lambda kernels: [Fp8Weight.of(weight, kernels).plain(states)]
     one, logits = torch.ones(B, 1, device=device), numbers(B, shape.vocab_size)
     logits[:, min(70, shape.vocab_size - 1)] = 40.0  # which is drawn whatever the number
     yield "the likeliest token", lambda kernels: [kernels.argmax(logits)]
@@ -187,7 +209,7 @@ def _prompt_cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[st
     table = torch.randn(longest + 8, shape.rotary_dim, generator=rng).to(device) if shape.rotary_dim else None
     q_norm, k_norm = (numbers(K), numbers(K)) if shape.has_qk_norm else (None, None)
     heads = Heads(H, G, K, table, q_norm, k_norm, epsilon=1e-5, window=shape.window)
-    qkv, memory = numbers(B * longest, (H + 2 * G) * K), numbers(2, B, G, longest + 8, K)
+    qkv, memory = numbers(B * longest, (H + 2 * G) * K), shape.in_cache(numbers(2, B, G, longest + 8, K))
 
     def prompts(kernels: Kernels, lengths: Sequence[int], before: Sequence[int]) -> Sequence[Tensor]:
         own = memory.clone()
@@ -217,7 +239,7 @@ def _prefix_cases(device: torch.device, shape: KernelShape) -> Iterator[tuple[st
     q_norm, k_norm = (numbers(K), numbers(K)) if shape.has_qk_norm else (None, None)
     heads = Heads(H, G, K, table, q_norm, k_norm, epsilon=1e-5, window=shape.window)
     size, room = 2 * B * G * columns * K, -(-length // 16) * 16
-    memory, qkv = numbers(size + 2 * G * room * K), numbers(B, (H + 2 * G) * K)
+    memory, qkv = shape.in_cache(numbers(size + 2 * G * room * K)), numbers(B, (H + 2 * G) * K)
     first, last = torch.zeros(B, dtype=torch.int64, device=device), torch.tensor([LAST], device=device).expand(B)
     places = [(0, length), (0, 0), (0, length)]
     offsets, counts = torch.tensor(places, device=device).T.contiguous()

@@ -12,6 +12,7 @@ from torch import Tensor
 from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts, SharedPrefix
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.flash_attention import reference_attention
+from skipdecode.backends.fp8 import as_bytes, narrowed, rows_in_fp8, widened
 from skipdecode.backends.rope import Rotation, apply_rotary, rotation_at
 from skipdecode.backends.torch_sampling import likeliest, pick_by_sort
 from skipdecode.config.model import FeedForwardKind
@@ -30,8 +31,9 @@ class TorchKernels:
         positions = last - first if columns.shared is None else last - first + columns.shared.counts
         rotation = rotation_at(heads.rotary_table, positions[:, None])
         if k is not None and v is not None:
-            keys[rows, :, last] = ready(heads, k, heads.k_norm, rotation)[:, :, 0]
-            values[rows, :, last] = v.reshape(len(q), heads.kv_heads, heads.head_dim)
+            put(keys, rows, last, ready(heads, k, heads.k_norm, rotation)[:, :, 0])
+            put(values, rows, last, v.reshape(len(q), heads.kv_heads, heads.head_dim))
+        keys, values = widened(keys, q.dtype), widened(values, q.dtype)
         if slots is not None:
             keys, values = keys[slots], values[slots]
         at = torch.arange(keys.shape[2], device=q.device)
@@ -39,7 +41,8 @@ class TorchKernels:
         if heads.window is not None:
             sees &= at > last[:, None] - heads.window
         if columns.shared is not None:
-            *before, sees_before = prefixes_of(columns.shared, heads)
+            *held, sees_before = prefixes_of(columns.shared, heads)
+            before = [widened(own, q.dtype) for own in held]
             if heads.window is not None:
                 at = torch.arange(sees_before.shape[1], device=q.device)
                 sees_before &= at > positions[:, None] - heads.window
@@ -52,19 +55,22 @@ class TorchKernels:
         )
         return out.flatten(1)
 
+    def why_no_fp8(self, device: torch.device) -> None:
+        return None
+
     def why_no_prompts(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         return None
 
     def store(
         self, heads: Heads, q: Tensor | None, k: Tensor, v: Tensor, prompts: PackedPrompts,
         memory: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
         keys, values, new = *memory, prompts.new
         rotation = rotation_at(heads.rotary_table, (new.columns - new.first)[:, None])
         own = ready(heads, k, heads.k_norm, rotation)[:, :, 0]
-        keys[new.slots, :, new.columns] = own
-        values[new.slots, :, new.columns] = v.reshape(own.shape)
-        return None if q is None else ready(heads, q, heads.q_norm, rotation)[:, :, 0], own
+        own = put(keys, new.slots, new.columns, own)
+        own_values = put(values, new.slots, new.columns, v.reshape(own.shape))
+        return None if q is None else ready(heads, q, heads.q_norm, rotation)[:, :, 0], own, own_values
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
@@ -85,6 +91,9 @@ class TorchKernels:
         gate, other = y.chunk(2, dim=-1)
         return (F.silu(gate) if mlp == "swiglu" else F.gelu(gate, approximate="tanh")) * other
 
+    def rows_in_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rows_in_fp8(x)
+
     def argmax(self, logits: Tensor) -> Tensor:
         return likeliest(logits)
 
@@ -96,6 +105,13 @@ def ready(heads: Heads, x: Tensor, weight: Tensor | None, rotation: Rotation | N
     """Heads [B, heads K] after norm and rotary embedding: [B, heads, 1, K]."""
     x = x.reshape(len(x), -1, 1, heads.head_dim)
     return apply_rotary(x if weight is None else F.rms_norm(x, weight.shape, weight, heads.epsilon), rotation)
+
+
+def put(memory: Tensor, rows: Tensor, columns: Tensor, x: Tensor) -> Tensor:
+    """Stores x [N, G, K] in these rows and columns of `memory` [R, G, S, K], and returns it as that has it."""
+    stored = narrowed(x, memory.dtype)
+    as_bytes(memory)[rows, :, columns] = as_bytes(stored)
+    return stored.to(x.dtype)
 
 
 def normed_by(norm: Norm, x: Tensor) -> Tensor:
@@ -117,9 +133,9 @@ def prefixes_of(shared: SharedPrefix, heads: Heads) -> tuple[Tensor, Tensor, Ten
     for number, memory in enumerate((shared.k, shared.v)):
         head = shared.k.shape[2] if shared.where is None else int(shared.where[3]) // K
         begin = 0 if shared.where is None else int(shared.where[number])
-        own = memory.flatten()[begin:]
+        own = as_bytes(memory).flatten()[begin:]
         own = own[: len(own) // K * K].view(-1, K)
-        found.append(own[lines + head * torch.arange(G, device=at.device)[:, None]])
+        found.append(own[lines + head * torch.arange(G, device=at.device)[:, None]].view(memory.dtype))
     return found[0], found[1], has
 
 

@@ -12,6 +12,8 @@ that are handled together. Names in capitals are pointers, and constants at comp
 import triton
 import triton.language as tl
 
+from skipdecode.backends.triton_fp8 import as_stored
+
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e): the device has the latter
 
 
@@ -90,12 +92,13 @@ def with_new(
     one, is_in = tl.arange(0, 1), d < K
     rows, row_mask = b * k_row + g * K + one[:, None], is_in[None, :]
     new = ready(NEW_K, rows, d, row_mask, position, K_NORM, ROTATIONS, epsilon, K, HALF, HAS_K_NORM)  # [1, K]
-    new_v = tl.load(NEW_V + b * v_row + g * K + d, mask=is_in, other=0.0)
+    new = as_stored(new, keys)
+    new_v = as_stored(tl.load(NEW_V + b * v_row + g * K + d, mask=is_in, other=0.0), values)
     has_last = end == last + 1
     stores = is_in & has_last
-    tl.store(keys + last * K + d[None, :], new.to(keys.dtype.element_ty), mask=stores[None, :])
+    tl.store(keys + last * K + d[None, :], new, mask=stores[None, :])
     tl.store(values + last * K + d, new_v, mask=stores)
-    its_score = tl.sum(q * new, 1) * (scale * LOG2_E)
+    its_score = tl.sum(q * new.to(tl.float32), 1) * (scale * LOG2_E)
     best = tl.where(has_last, its_score, best)
     total = tl.where(has_last, total + 1.0, total)
     made = tl.where(has_last, made + new_v.to(tl.float32)[None, :], made)
@@ -116,6 +119,9 @@ def attended(
     offsets, mask = columns[:, None] * K + d[None, :], sees[:, None] & (d < K)[None, :]
     k = tl.load(keys + offsets, mask=mask, other=0.0)  # [BLOCK, K]
     v = tl.load(values + offsets, mask=mask, other=0.0)
+    if M > 1 and k.dtype == tl.float8e4nv:
+        k = k.to(tl.float32 if IN_FLOAT32 else tl.bfloat16)
+        v = v.to(tl.float32 if IN_FLOAT32 else tl.bfloat16)
     if M == 1:
         score = tl.sum(k.to(tl.float32) * q, 1)[None, :]
     elif IN_FLOAT32:
@@ -314,15 +320,16 @@ def attend_kernel(
     do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS", "PREFIX_COUNTS"],
 )
 def store_kernel(
-    Q, NEW_K, NEW_V, KEYS, VALUES, SLOTS, FIRST, LAST, PREFIX_COUNTS, READY, READY_KEYS, ROTATIONS, Q_NORM, K_NORM,
+    Q, NEW_K, NEW_V, KEYS, VALUES, SLOTS, FIRST, LAST, PREFIX_COUNTS, READY, READY_KEYS, READY_VALUES,
+    ROTATIONS, Q_NORM, K_NORM,
     q_row, k_row, v_row, memory_row, memory_head, last_step, num_positions, epsilon,
     G: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
-    HAS_NEW: tl.constexpr, HAS_Q: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_Q_NORM: tl.constexpr,
-    HAS_K_NORM: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    HAS_NEW: tl.constexpr, HAS_Q: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_VALUES: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_PREFIX: tl.constexpr,
 ):  # fmt: skip
     """For one token and KV head: stores the new key, after norm and rotary embedding, and the value (HAS_NEW), and the
-    queries that share the head, likewise, in READY [N, G GROUP K] (HAS_Q). HAS_KEYS: the key goes to READY_KEYS
-    [N, G K], too."""
+    queries that share the head, likewise, in READY [N, G GROUP K] (HAS_Q). HAS_KEYS, HAS_VALUES: the key goes to
+    READY_KEYS [N, G K], too, and the value to READY_VALUES, as the cache has them."""
     n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     last = tl.load(LAST + n * last_step)
     position = last - tl.load(FIRST + n)
@@ -341,12 +348,15 @@ def store_kernel(
         keys, values = memory_of(KEYS, VALUES, None, tl.load(SLOTS + n), g, memory_row, memory_head, False)
         rows = n * k_row + g * K + one[:, None]
         new = ready(NEW_K, rows, d, is_in[None, :], position, K_NORM, ROTATIONS, epsilon, K, HALF, HAS_K_NORM)
-        new = new.to(keys.dtype.element_ty)
+        new = as_stored(new, keys)
         tl.store(keys + last * K + d[None, :], new, mask=is_in[None, :])
+        own = n * (G * K) + g * K + d
         if HAS_KEYS:
-            tl.store(READY_KEYS + n * (G * K) + g * K + d[None, :], new, mask=is_in[None, :])
-        new_v = tl.load(NEW_V + n * v_row + g * K + d, mask=is_in, other=0.0)
+            tl.store(READY_KEYS + own[None, :], new.to(READY_KEYS.dtype.element_ty), mask=is_in[None, :])
+        new_v = as_stored(tl.load(NEW_V + n * v_row + g * K + d, mask=is_in, other=0.0), values)
         tl.store(values + last * K + d, new_v, mask=is_in)
+        if HAS_VALUES:
+            tl.store(READY_VALUES + own, new_v.to(READY_VALUES.dtype.element_ty), mask=is_in)
 
 
 @triton.jit(do_not_specialize_on_alignment=["FIRST", "LAST", "SLOTS", "QUERY_INDEX", "COUNTS", "PREFIX_COUNTS"])

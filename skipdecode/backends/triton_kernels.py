@@ -12,12 +12,14 @@ from torch import Tensor
 from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts, SharedPrefix
 from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Norm
 from skipdecode.backends.flash_attention import flash_attention, misfit, reference_attention
+from skipdecode.backends.fp8 import FP8, why_no_fp8
 from skipdecode.backends.triton_attention import (
     attend_kernel,
     attend_prefix_kernel,
     attend_several_kernel,
     store_kernel,
 )
+from skipdecode.backends.triton_fp8 import rows_in_fp8_kernel
 from skipdecode.backends.triton_norm import add_norm_kernel, gate_kernel
 from skipdecode.backends.triton_sampling import argmax_kernel, draw_kernel
 from skipdecode.config.model import FeedForwardKind
@@ -30,6 +32,8 @@ MIN_CHUNK = 256
 BLOCK, WARPS = 32, 2
 """Columns at a time, and warps that share them. Sums over columns cross warps, which is the expensive part: on an H200
 OPT-1.3B's attention takes half the time of four warps with 64 columns, OPT-6.7B's 0.84 of it."""
+MAX_FP8_HEAD = 128
+"""The longest heads in FP8 of which that many columns fit into registers."""
 TOGETHER = 32
 """Queries that share what is read of a KV head, where a row has several new tokens or rows share a prefix."""
 MAX_RESULTS = 4096
@@ -48,6 +52,11 @@ def launch(kernel: object, grid: tuple[int, ...], *arguments: object, **options:
             kernel[grid](*arguments, **options)  # type: ignore[index]
     else:
         kernel[grid](*arguments, **options)  # type: ignore[index]
+
+
+def block_for(padded: int, dtype: torch.dtype) -> int:
+    """Columns at a time of heads of `padded` numbers: half as many where FP8 is widened and registers would spill."""
+    return BLOCK // 2 if padded > MAX_FP8_HEAD and dtype == FP8 else BLOCK
 
 
 def splits_for(rows: int, kv_heads: int) -> int:
@@ -109,7 +118,8 @@ class TritonKernels:
             0 if where is not None else keys.stride(0), 0 if where is not None else keys.stride(1),
             columns.last.stride(0), 1 if table is None else len(table), K**-0.5, heads.epsilon,
             G=G, GROUP=group, M=1 if group == 1 else max(16, _power(group)), K=K, KP=padded, HALF=rotating // 2,
-            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_NEW=has_new, HAS_TABLE=where is not None,
+            BLOCK=block_for(padded, keys.dtype), SPLITS=splits, MIN_CHUNK=MIN_CHUNK,
+            HAS_NEW=has_new, HAS_TABLE=where is not None,
             HAS_SLOTS=slots is not None, HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None,
             WINDOW=heads.window or 0, IN_FLOAT32=IS_INTERPRETED, PREFIX_SPLITS=prefix.splits, num_warps=WARPS,
         )  # fmt: skip
@@ -129,9 +139,10 @@ class TritonKernels:
         pieces, queries = -(-PREFIX_ROWS // rows), max(16, _power(rows * group))
         workers = min(len(groups.sizes), -(-ENOUGH_PROGRAMS // (G * splits * pieces)))
         keys, values, head = _prefix_memory(shared, heads)
+        block = block_for(padded, keys.dtype)
         if not is_ready and (heads.rotary_table is not None or heads.q_norm is not None):
             ready = q.new_empty(B, H * K)
-            _store(heads, q, None, None, None, (None, columns.first, columns.last, shared.counts), ready, None)
+            _store(heads, q, None, None, None, (None, columns.first, columns.last, shared.counts), ready)
             q = ready
         made, sums = (q.new_empty((B, G, splits, group, width), dtype=torch.float32) for width in (K, 2))
         launch(
@@ -139,7 +150,7 @@ class TritonKernels:
             (G, workers, splits * pieces),
             q, shared.offsets, shared.counts, keys, values, shared.where, *groups, columns.first, columns.last,
             made, sums, q.stride(0), head, columns.last.stride(0), B, len(groups.sizes), K**-0.5,
-            G=G, GROUP=group, T=rows, M=queries, K=K, KP=padded, BLOCK=BLOCK, STEP=min(BLOCK, MAX_RESULTS // padded),
+            G=G, GROUP=group, T=rows, M=queries, K=K, KP=padded, BLOCK=block, STEP=min(block, MAX_RESULTS // padded),
             SPLITS=splits, MIN_CHUNK=MIN_CHUNK, HAS_TABLE=shared.where is not None, WINDOW=heads.window or 0,
             IN_FLOAT32=IS_INTERPRETED, num_warps=WARPS,
         )  # fmt: skip
@@ -158,7 +169,7 @@ class TritonKernels:
         ready = q.new_empty(N, H * K) if changes_queries else q
         if changes_queries or k is not None:
             at = columns.slots, columns.first, columns.last, None if columns.shared is None else columns.shared.counts
-            _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready, None)
+            _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready)
         prefix = self._attend_prefix(heads, ready, columns, is_ready=True)
         together = max(1, min(_power(columns.max_queries), TOGETHER // group))
         out = q.new_empty(N, H * K)
@@ -169,10 +180,13 @@ class TritonKernels:
             *self._parts(q, G, splits, together * group, K), *prefix[:3],
             ready.stride(0), *strides, K**-0.5,
             G=G, GROUP=group, T=together, M=max(16, _power(together * group)), K=K, KP=padded,
-            BLOCK=BLOCK, SPLITS=splits, MIN_CHUNK=MIN_CHUNK, WINDOW=heads.window or 0, IN_FLOAT32=IS_INTERPRETED,
-            PREFIX_SPLITS=prefix.splits, num_warps=WARPS,
+            BLOCK=block_for(padded, keys.dtype), SPLITS=splits, MIN_CHUNK=MIN_CHUNK, WINDOW=heads.window or 0,
+            IN_FLOAT32=IS_INTERPRETED, PREFIX_SPLITS=prefix.splits, num_warps=WARPS,
         )  # fmt: skip
         return out
+
+    def why_no_fp8(self, device: torch.device) -> str | None:
+        return why_no_fp8(device)
 
     def why_no_prompts(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
         return misfit(head_dim, dtype) if device.type == "cuda" else None
@@ -180,17 +194,20 @@ class TritonKernels:
     def store(
         self, heads: Heads, q: Tensor | None, k: Tensor, v: Tensor, prompts: PackedPrompts,
         memory: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
         N, H, G, K, new = len(k), heads.heads, heads.kv_heads, heads.head_dim, prompts.new
         keys, values = _memory(KVRange(*memory, new.first, new.columns, new.slots), heads)
         is_rotated = heads.rotary_table is not None
         changes_queries = q is not None and (is_rotated or heads.q_norm is not None)
-        changes_keys = q is not None and (is_rotated or heads.k_norm is not None)
+        is_fp8 = keys.dtype == FP8
+        changes_keys = q is not None and (is_rotated or heads.k_norm is not None or is_fp8)
         ready = k.new_empty(N, H * K) if changes_queries else q
         own = k.new_empty(N, G * K) if changes_keys else k
+        own_values = v.new_empty(N, G * K) if q is not None and is_fp8 else v
         at = new.slots, new.first, new.columns, None
-        _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready, own if changes_keys else None)
-        return None if ready is None else ready.view(N, H, K), own.view(N, G, K)
+        stored = own if changes_keys else None, own_values if own_values is not v else None
+        _store(heads, q if changes_queries else None, k, v, (keys, values), at, ready, stored)
+        return None if ready is None else ready.view(N, H, K), own.view(N, G, K), own_values.view(N, G, K)
 
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
@@ -234,6 +251,16 @@ class TritonKernels:
         launch(gate_kernel, (B, -(-F // block)), y, out, y.stride(0), F, IS_GELU=is_gelu, BLOCK=block, num_warps=4)
         return out
 
+    def rows_in_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        N, K = x.shape
+        assert x.stride(1) == 1, x.stride()
+        made, scales = x.new_empty(N, K, dtype=FP8), x.new_empty(N, 1, dtype=torch.float32)
+        block = min(4096, _power(K))
+        launch(
+            rows_in_fp8_kernel, (N,), x, made, scales, x.stride(0), K, BLOCK=block, num_warps=_warps(block, 8)
+        )  # fmt: skip
+        return made, scales
+
     def argmax(self, logits: Tensor) -> Tensor:
         B, V = logits.shape
         assert logits.stride(1) == 1, logits.stride()
@@ -268,23 +295,24 @@ class TritonKernels:
 
 def _store(
     heads: Heads, q: Tensor | None, k: Tensor | None, v: Tensor | None, memory: tuple[Tensor, Tensor] | None,
-    at: tuple[Tensor | None, Tensor, Tensor, Tensor | None], ready: Tensor | None, ready_keys: Tensor | None,
+    at: tuple[Tensor | None, Tensor, Tensor, Tensor | None], ready: Tensor | None,
+    stored: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:  # fmt: skip
     """Launches `store_kernel` for N tokens at these slots, first columns and columns, behind so many tokens of a shared
     prefix. `q`: None if they stay as they are; `k`: None if they alone are asked for, or keys are stored already;
-    `ready_keys`: None if these go nowhere but into `memory`."""
+    `stored`: where keys and values go beside `memory`, as it has them."""
     (slots, first, last, before), (keys, values), table = at, memory or (None, None), heads.rotary_table
     row, head = (0, 0) if keys is None else keys.stride()[:2]
     G, K, group = heads.kv_heads, heads.head_dim, heads.heads // heads.kv_heads
     launch(
         store_kernel,
         (len(last), G),
-        keys if q is None else q, k, v, keys, values, slots, first, last, before, ready, ready_keys,
+        keys if q is None else q, k, v, keys, values, slots, first, last, before, ready, *stored,
         table, heads.q_norm, heads.k_norm,
         0 if q is None else q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
         row, head, last.stride(0), 1 if table is None else len(table), heads.epsilon,
         G=G, GROUP=group, M=_power(group), K=K, KP=max(16, _power(K)), HALF=0 if table is None else table.shape[1] // 2,
-        HAS_NEW=k is not None, HAS_Q=q is not None, HAS_KEYS=ready_keys is not None,
+        HAS_NEW=k is not None, HAS_Q=q is not None, HAS_KEYS=stored[0] is not None, HAS_VALUES=stored[1] is not None,
         HAS_Q_NORM=heads.q_norm is not None, HAS_K_NORM=heads.k_norm is not None, HAS_PREFIX=before is not None,
         num_warps=1,
     )  # fmt: skip

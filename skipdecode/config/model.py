@@ -13,9 +13,11 @@ from skipdecode.config.json_files import check_flag, check_mapping, check_mappin
 from skipdecode.config.rope import Rope
 
 MAX_LOGPROBS = 20  # most likely tokens reported for each position
-Quantization = Literal["int8"]
-WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1}
-"""Bytes per weight while decoding. int8: one scale per output channel; the embedding is not quantised."""
+KVCacheDtype = Literal["auto", "fp8"]
+"""The type of keys and values: that of hidden states, or 8 bits."""
+Quantization = Literal["int8", "fp8"]
+WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1, "fp8": 1}
+"""Bytes per weight while decoding. Both have one scale per output channel; the embedding is not quantised."""
 
 OWN_KEYS = ("skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv")
 """Keys of config.json that transformers does not know: what training and calibration have found."""

@@ -19,6 +19,8 @@ BANDWIDTH_REACHED = 0.8
 """The share of a data sheet's bandwidth. Published streaming reads on A100 and H100 reach 0.8 to 0.93."""
 FLOPS_REACHED = 0.6
 """The share of a data sheet's FLOPS. cuBLAS in bfloat16 reaches 0.6 to 0.8 on large shapes under a power limit."""
+FP8_FLOPS = 2
+"""FLOPS of products in FP8 over those in bfloat16, on all data sheets."""
 PREFILL_CALL_S = 5e-6
 """Prompts are launched kernel by kernel."""
 MODELS = (
@@ -35,6 +37,14 @@ PROMPT_ROWS = 32
 class Workload:
     num_prompt_tokens: int = 256
     new_tokens: int = 512
+    weight_itemsize: int | None = None
+    """Bytes of a weight of the layers and the head, where they differ from those of a number (fp8)."""
+    kv_itemsize: int | None = None
+    """Likewise of keys and values in the cache."""
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        return {"itemsize": ITEMSIZE, "weight_itemsize": self.weight_itemsize, "kv_itemsize": self.kv_itemsize}
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,10 @@ def num_weights(config: DecoderConfig) -> int:
     return config.num_hidden_layers * (attention + mlp) + head * (1 if config.has_tied_head else 2) + positions
 
 
-def ceilings_of(gpu: GPU) -> Ceilings:
+def ceilings_of(gpu: GPU, work: Workload = Workload()) -> Ceilings:
     """The ceilings that kernels should reach on a GPU."""
-    return Ceilings(FLOPS_REACHED * gpu.flops_per_s, BANDWIDTH_REACHED * gpu.bytes_per_s, PREFILL_CALL_S)
+    flops_per_s = gpu.flops_per_s * (1 if work.weight_itemsize is None else FP8_FLOPS)
+    return Ceilings(FLOPS_REACHED * flops_per_s, BANDWIDTH_REACHED * gpu.bytes_per_s, PREFILL_CALL_S)
 
 
 def rows_that_fit(
@@ -83,11 +94,16 @@ def rows_that_fit(
 ) -> int:
     """Rows of a batch that fit beside the weights on `num_gpus` GPUs of `memory_bytes` each; 0 if none does. Only a
     single GPU uses CUDA graphs."""
+    kv_itemsize = work.kv_itemsize or itemsize
     per_row = cache_bytes_per_row(
-        config, schedule, prompt_columns=work.num_prompt_tokens, num_new=work.new_tokens, itemsize=itemsize
+        config, schedule, prompt_columns=work.num_prompt_tokens, num_new=work.new_tokens, itemsize=kv_itemsize
     )
-    room = int(share * memory_bytes) * num_gpus - itemsize * num_weights(config)
-    price = per_row + row_rounding(config, itemsize)
+    weights = (work.weight_itemsize or itemsize) * num_weights(config)
+    if work.weight_itemsize is not None:  # the embedding stays as it is, also where the head has its weights
+        embedding = config.vocab_size * config.embed_dim
+        weights += (itemsize - (0 if config.has_tied_head else work.weight_itemsize)) * embedding
+    room = int(share * memory_bytes) * num_gpus - weights
+    price = per_row + row_rounding(config, kv_itemsize)
     return rows_within(max(0, room), price, num_gpus=num_gpus, has_graphs=num_gpus == 1)
 
 
@@ -114,9 +130,9 @@ def predict(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload,
     """A prediction whose `model`, `schedule` and `speedup` the caller fills in."""
     most = rows_that_fit(config, schedule, gpu.memory_bytes, num_gpus, work)
     part = max(1, most // num_gpus)  # a GPU works on one part while the others work on theirs
-    ceilings, steps = ceilings_of(gpu), work.new_tokens - 1
+    ceilings, steps = ceilings_of(gpu, work), work.new_tokens - 1
     batch = BatchShape(work.num_prompt_tokens, [part] * steps, part)
-    prefill, decode = predict_s(config, schedule, ceilings, batch, itemsize=ITEMSIZE, in_graphs=True)
+    prefill, decode = predict_s(config, schedule, ceilings, batch, **work.sizes, in_graphs=True)  # type: ignore[arg-type]
     # All parts take as long as one part alone would on one GPU: each GPU does its layers of one part at a time.
     tokens_per_s = num_gpus * part * work.new_tokens / (prefill + decode)
     cost = gpu.price_per_hour * num_gpus / 3600 / tokens_per_s * 1e6
@@ -127,7 +143,7 @@ def predict_all(gpu: GPU, models: Sequence[tuple[str, DecoderConfig]], work: Wor
     """Full depth and SkipDecode 2x of every model that MAX_GPUS such GPUs hold."""
     found = []
     for name, config in models:
-        num_gpus = gpus_needed(config, gpu.memory_bytes, work)
+        num_gpus = gpus_needed(config, gpu.memory_bytes, replace(work, weight_itemsize=None))  # weights are read whole
         if num_gpus is None:
             continue
         layers = config.num_hidden_layers
@@ -143,12 +159,12 @@ def predict_all(gpu: GPU, models: Sequence[tuple[str, DecoderConfig]], work: Wor
 
 def step_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, rows: int) -> float:
     """Mean seconds of a decode step with so many rows."""
-    ceilings = replace(ceilings_of(gpu), call_s=0.0)
+    ceilings = replace(ceilings_of(gpu, work), call_s=0.0)
     steps = range(0, work.new_tokens - 1, max(1, work.new_tokens // 16))
 
     def seconds(k: int) -> float:
         context = work.num_prompt_tokens + k + 1
-        parts = plan_parts(config, schedule.step(k), rows=rows, new_columns=1, context=context, itemsize=ITEMSIZE)
+        parts = plan_parts(config, schedule.step(k), rows=rows, new_columns=1, context=context, **work.sizes)  # type: ignore[arg-type]
         return sum(map(ceilings.seconds, parts))
 
     return sum(map(seconds, steps)) / len(steps)
@@ -157,5 +173,5 @@ def step_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload, 
 def prompt_token_s(config: DecoderConfig, schedule: Schedule, gpu: GPU, work: Workload) -> float:
     """Seconds of one token of prompts, PROMPT_ROWS of which go through the model together."""
     rows, n = PROMPT_ROWS, work.num_prompt_tokens
-    parts = plan_parts(config, schedule.prefill(), rows=rows, new_columns=n, context=n, itemsize=ITEMSIZE)
-    return sum(map(ceilings_of(gpu).seconds, parts)) / (rows * n)
+    parts = plan_parts(config, schedule.prefill(), rows=rows, new_columns=n, context=n, **work.sizes)  # type: ignore[arg-type]
+    return sum(map(ceilings_of(gpu, work).seconds, parts)) / (rows * n)

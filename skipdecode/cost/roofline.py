@@ -95,19 +95,22 @@ def attention_cost(
     context: int,
     itemsize: int,
     weight_itemsize: int | None = None,
+    kv_itemsize: int | None = None,
     kv_columns: int | None = None,
     columns_read_once: float = 0.0,
 ) -> Cost:
     """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
 
-    `weight_itemsize`, here and below: bytes of a weight where they differ from `itemsize` (int8). `kv_columns`: the
-    columns for which keys and values are projected, where they are not `new_columns`: all columns of a prompt of which
-    only the last goes on, or 0 where SwiftKV has made them already. `columns_read_once`: columns that are not read from
-    memory because another row shares them (`skipdecode.engine.prefix_sharing`).
+    `weight_itemsize`, here and below: bytes of a weight where they differ from `itemsize` (int8, fp8). `kv_itemsize`:
+    likewise of keys and values in the cache (fp8). `kv_columns`: the columns for which keys and values are projected,
+    where they are not `new_columns`: all columns of a prompt of which only the last goes on, or 0 where SwiftKV has
+    made them already. `columns_read_once`: columns that are not read from memory because another row shares them
+    (`skipdecode.engine.prefix_sharing`).
     """
     d, q, kv = config.hidden_size, config.q_dim, config.kv_dim
     tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
-    cache_flops, cache_bytes = 4 * tokens * context * q, itemsize * 2 * (rows * context - columns_read_once) * kv
+    cache_flops, columns_read = 4 * tokens * context * q, rows * context - columns_read_once
+    cache_bytes = (kv_itemsize or itemsize) * 2 * columns_read * kv
     flops = 4 * (tokens * q + kv_tokens * kv) * d + cache_flops
     moved = (weight_itemsize or itemsize) * (2 * q + (2 * kv if kv_tokens else 0)) * d + cache_bytes
     moved += itemsize * (2 * tokens * (d + q) + 2 * kv_tokens * kv)  # activations
@@ -151,6 +154,7 @@ def plan_parts(
     context: int,
     itemsize: int,
     weight_itemsize: int | None = None,
+    kv_itemsize: int | None = None,
     deferred_ffn_rows: Sequence[int] | None = None,
     columns_read_once: float = 0.0,
 ) -> list[Cost]:
@@ -169,7 +173,8 @@ def plan_parts(
             kv_columns = new_columns if layer < first else 0
             seen = min(context, config.layer_window(layer) or context)
             shape = {"rows": rows, "new_columns": columns, "kv_columns": kv_columns, "context": seen}
-            parts.append(attention_cost(config, **shape, **sizes, columns_read_once=columns_read_once))
+            cached: dict[str, Any] = {"kv_itemsize": kv_itemsize, "columns_read_once": columns_read_once}
+            parts.append(attention_cost(config, **shape, **sizes, **cached))
         if settled[layer]:
             parts.append(ffn_cost(config, tokens=rows * columns, **sizes))
     if any(plan.attn[first:]):
@@ -189,10 +194,11 @@ def predict_s(
     *,
     itemsize: int,
     weight_itemsize: int | None = None,
+    kv_itemsize: int | None = None,
     in_graphs: bool = False,
 ) -> tuple[float, float]:
     """(prefill, decode) seconds of a batch. `in_graphs`: a decode step is one launch, and its calls cost nothing."""
-    sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+    sizes: dict[str, Any] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize, "kv_itemsize": kv_itemsize}
     passes: Sequence[tuple[int, int, int]] = [(batch.num_prompts, batch.prompt_columns, batch.prompt_columns)]
     read_once = 0.0
     if batch.shared_prefixes is not None:

@@ -97,7 +97,7 @@ class ContinuousBatch:
         kv_owner = kv_owner_of_layers(schedule, model.config.kv_group_size)
         # with SwiftKV a layer's K/V are written for rows that do not run it
         ends = self._attn_ends if self._swiftkv_from is None else [NEVER] * len(kv_owner)
-        self._cache = SlotCache(model.config, kv_owner, ends, dtype=model.dtype, device=model.device)
+        self._cache = SlotCache(model.config, kv_owner, ends, dtype=model.kv_dtype, device=model.device)
         self._cache.must_be_finite = not self._feeds_in_place  # layers that are no kernels may have attention of theirs
         self._prefixes = StoredPrefixes(model, schedule)
         self._tokens_shared = 0  # prompt tokens that a row has read from a prefix
@@ -139,7 +139,7 @@ class ContinuousBatch:
         if self._reads_prefixes:
             return held
         return held + 2 * num_rows * rounded_columns(prompt) * len(self._attn_ends) * (
-            self.model.config.kv_dim * self.model.dtype.itemsize
+            self.model.config.kv_dim * self.model.kv_itemsize
         )
 
     @torch.inference_mode()

@@ -190,7 +190,7 @@ class CudaGraphs:
         self._captures = captures or (CudaGraphCapture(model.device) if model.device.type == "cuda" else GraphCapture())
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._fineness, self._is_loading = FINEST, False
-        device, self.pool = model.device, CachePool(cache_bytes, model.dtype, model.device)
+        device, self.pool = model.device, CachePool(cache_bytes, model.kv_dtype, model.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self._num_pad = torch.zeros_like(self._tokens)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)

@@ -177,6 +177,8 @@ def _bytes_of_row(model: Decoder, num_new: int, columns: int, has_mask: bool) ->
     attends, feeds = num_new * (2 * c.q_dim + 2 * c.kv_dim), num_new * 2 * gates * c.ffn_dim  # with its activation
     if c.q_dim != c.kv_dim and wants_all_heads(model.dtype, has_mask=has_mask):
         attends += 2 * columns * c.q_dim
+    if model.kv_dtype != model.dtype:  # torch's attention reads a copy in the type of states
+        attends += 2 * columns * c.kv_dim
     scores = num_new * columns if has_mask else 0
     # a mask has a byte per score; torch inverts it, converts it to numbers, and copies these with rows padded to 16
     attending, feeding = attends * itemsize + scores * (1 + 2 * itemsize), feeds * itemsize
@@ -206,7 +208,7 @@ def allocate_cache(
         num_pad=num_pad,
         capacities=capacities,
         kv_owner=kv_owner,
-        dtype=model.dtype,
+        dtype=model.kv_dtype,
         force_mask=force_mask,
         devices=None if model.placement is None else model.placement.of_layers,
         num_pad_host=num_pad_host,

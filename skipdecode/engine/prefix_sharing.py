@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.fp8 import as_bytes
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.config.model import KV_ALIGNMENT
 from skipdecode.cost.roofline import SharedPrefixShape
@@ -291,7 +292,7 @@ def _allocate_prefix_cache(
         num_pad_host=num_pad_host,
         capacities=[columns] * len(kv_owner),
         kv_owner=kv_owner,
-        dtype=model.dtype,
+        dtype=model.kv_dtype,
     )
 
 
@@ -306,6 +307,7 @@ def _copy(prefixes: KVCache, prefix_of_row: Sequence[int], cache: KVCache) -> No
     first, to = prefixes.num_pad[source] + at, cache.num_pad[rows] + at
     for owner in set(cache.kv_owner):
         for own, held in ((cache.k[owner], prefixes.k[owner]), (cache.v[owner], prefixes.v[owner])):
+            own, held = as_bytes(own), as_bytes(held)
             step = max(1, COPY_BYTES // (own.shape[1] * own.shape[3] * own.element_size()))
             for start in range(0, total, step):
                 part = slice(start, min(start + step, total))
@@ -317,7 +319,7 @@ def _clear_padding(cache: KVCache) -> None:
     most = max(_paddings_of(cache))
     for owner in set(cache.kv_owner):
         for memory in (cache.k[owner], cache.v[owner]):
-            memory[:, :, :most] = 0
+            as_bytes(memory)[:, :, :most] = 0
 
 
 def _paddings(lines: Sequence[Sequence[int]], columns: int | None = None) -> list[int]:

@@ -33,7 +33,7 @@ class StoredPrefixes:
     def __init__(self, model: Decoder, schedule: Schedule) -> None:
         self._model, self._schedule = model, schedule
         kv_owner = kv_owner_of_layers(schedule, model.config.kv_group_size)
-        self.cache = SlotCache(model.config, kv_owner, [0] * len(kv_owner), dtype=model.dtype, device=model.device)
+        self.cache = SlotCache(model.config, kv_owner, [0] * len(kv_owner), dtype=model.kv_dtype, device=model.device)
         """A prefix from column 0 of its slot on, with as many columns in all layers."""
         self._by_tokens: dict[tuple[int, ...], StoredPrefix] = {}
         self.num_fed = 0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import GraphKVRange, PrefixGroups, SharedPrefix
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.fp8 import as_bytes, narrowed
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.config.model import KV_ALIGNMENT, DecoderConfig
@@ -190,7 +191,7 @@ class GraphedCache(KVCache):
         chosen = to_device(rows, self.num_pad.device)
         for owner in self.storing_layers(runs):
             filled = slice(min(self.length, self.k[owner].shape[2]))
-            for memory in (self.k[owner], self.v[owner]):
+            for memory in map(as_bytes, (self.k[owner], self.v[owner])):
                 memory[: len(rows), :, filled] = memory[:, :, filled][chosen]  # indexing copies first
         first = slice(len(rows))  # leading rows keep their addresses and strides
         return self._with({owner: (self.k[owner][first], self.v[owner][first]) for owner in set(self.kv_owner)}, rows)
@@ -283,7 +284,8 @@ class TableView(StepView):
         own = along(rows, offsets[2])[:, None, None] + along(heads, offsets[3])[:, None] + along(dim, 1)  # [B, G, K]
         own = own + self._last * dim
         for at, new in ((offsets[0], k), (offsets[1], v)):
-            self._memory.index_put_((own + at,), new[:, :, 0])
+            stored = narrowed(new[:, :, 0], self._memory.dtype)
+            as_bytes(self._memory).index_put_((own + at,), as_bytes(stored))
 
     def part(self, where: slice) -> "TableView":
         assert where == slice(None), "all rows of a static batch are at the same step"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from skipdecode.backends.backend import Backend, DecodeAttention, FusedLayer, KVRange, PrefixGroups, SharedPrefix
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.fp8 import as_bytes, narrowed, widened
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.config.model import DecoderConfig
@@ -161,12 +162,12 @@ class SlotCache:
                     lines = rows[:, None, None] * heads + torch.arange(heads, device=self._device)[:, None]  # [n, G, 1]
                     sources[heads, capacity] = (lines * capacity + padded[:, None]).flatten()
                 # K numbers at a time: ten times as fast as `gather`, which looks up each number
-                picked = new.view(-1, dim).index_select(0, sources[heads, capacity])
-                own[owner][to, :, :longest] = picked.view(count, heads, longest, dim)
+                picked = as_bytes(new).view(-1, dim).index_select(0, sources[heads, capacity])
+                as_bytes(own[owner])[to, :, :longest] = picked.view(count, heads, longest, dim)
 
     def copy_slot(self, source: Slot, to: Slot, columns: int) -> None:
         """Copies the first columns of one slot to another."""
-        for own in (*self._k.values(), *self._v.values()):
+        for own in map(as_bytes, (*self._k.values(), *self._v.values())):
             own[to.index, :, :columns] = own[source.index, :, :columns]
 
     def prompts_at(self, slots: Sequence[Slot]) -> KVCache:
@@ -289,7 +290,7 @@ class SlotCache:
             for old, new in ((self._k, k), (self._v, v)):
                 for owner in self._ends:
                     filled = min(old[owner].shape[2], new[owner].shape[2], written)
-                    new[owner][to, :, :filled] = old[owner][source, :, :filled]
+                    as_bytes(new[owner])[to, :, :filled] = as_bytes(old[owner])[source, :, :filled]
         for index, slot in enumerate(self.slots):
             slot.index = index
         self._k, self._v, self._num_slots = k, v, room
@@ -383,7 +384,7 @@ class TokensView(StepView):
             self.store(layer, k, v)
         mask = self._mask_of(variant)
         slots, number = self.index[SLOT], self.index[QUERY]
-        keys, values = (memory[:, :, : mask.shape[3]] for memory in self._cache.memory_of(layer))
+        keys, values = (widened(memory[:, :, : mask.shape[3]], q.dtype) for memory in self._cache.memory_of(layer))
         queries = q.new_zeros(len(mask), q.shape[1], mask.shape[2], q.shape[3])  # [R, H, T, K]
         queries[slots, :, number] = q[:, :, 0]
         return attention(queries, keys, values, mask, variant)[slots, :, number][:, :, None]
@@ -414,8 +415,8 @@ class TokensView(StepView):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         keys, values = self._cache.memory_of(layer)
         slots, columns = self.index[SLOT], self.index[COLUMN]
-        keys[slots, :, columns] = k[:, :, 0]
-        values[slots, :, columns] = v[:, :, 0]
+        for memory, new in ((keys, k), (values, v)):
+            as_bytes(memory)[slots, :, columns] = as_bytes(narrowed(new[:, :, 0], memory.dtype))
 
     def part(self, where: slice) -> "TokensView":
         if where == slice(None):

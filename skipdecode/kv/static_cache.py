@@ -27,6 +27,7 @@ from skipdecode.backends.backend import (
     prefix_groups,
 )
 from skipdecode.backends.device import backend_on
+from skipdecode.backends.fp8 import as_bytes, narrowed, widened
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.rope import RotaryTables, Rotations
 from skipdecode.config.model import DecoderConfig
@@ -225,8 +226,8 @@ class KVCache:
         """Stores K and V [B, G, T, K] after the filled columns; returns all of the layer's K and V, [B, G, S, K]."""
         start, end = self.length, self.length + k.shape[2]
         assert end <= self.k[layer].shape[2], f"layer {layer} has room for {self.k[layer].shape[2]} columns, got {end}"
-        self.k[layer][:, :, start:end] = k
-        self.v[layer][:, :, start:end] = v
+        self.k[layer][:, :, start:end] = narrowed(k, self.k[layer].dtype)
+        self.v[layer][:, :, start:end] = narrowed(v, self.v[layer].dtype)
         return self.read(layer, k.shape[2])
 
     def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
@@ -294,7 +295,7 @@ class KVCache:
         for owner in set(self.kv_owner):
             memory = self.k[owner][rows], self.v[owner][rows]
             for tensor in memory:
-                tensor[:, :, :pad] = 0
+                as_bytes(tensor)[:, :, :pad] = 0
             own[owner] = [tensor[:, :, pad:] for tensor in memory]
         k, v = ([own[owner][which] for owner in self.kv_owner] for which in range(2))
         left = [count - pad for count in num_pad_host]
@@ -319,7 +320,7 @@ class KVCache:
         rows_on = {t.device: to_device(rows, t.device) for t in self.k}
         for owner in left:
             filled = slice(min(self.length, self.k[owner].shape[2]))
-            for new, old in zip(own[owner], (self.k[owner], self.v[owner]), strict=True):
+            for new, old in zip(map(as_bytes, own[owner]), map(as_bytes, (self.k[owner], self.v[owner])), strict=True):
                 new[:, :, filled] = old[:, :, filled][rows_on[old.device]]
         return self._with(own, rows)
 
@@ -400,7 +401,8 @@ class PaddedView(StepView):
             return self._decode_attention(q, k, v, self.columns(layer), window=window_of(variant))
         if k is not None and v is not None:
             self.store(layer, k, v)
-        return attention(q, *self._cache.read(layer, self._num_new), self._mask_of(variant), variant)
+        keys, values = (widened(own, q.dtype) for own in self._cache.read(layer, self._num_new))
+        return attention(q, keys, values, self._mask_of(variant), variant)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._cache.append(layer, k, v)

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, PackedWeight
 from skipdecode.backends.device import backend_on, check_kernels
+from skipdecode.backends.fp8 import FP8
 from skipdecode.backends.rope import RotaryTables, rotary_tables
-from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, Quantization, SwiftKVConfig
+from skipdecode.config.model import WEIGHT_BYTES, DecoderConfig, KVCacheDtype, Quantization, SwiftKVConfig
 from skipdecode.kv.static_cache import KVCache, PackedPromptsView, PaddedView
 from skipdecode.kv.view import KVView
 from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
+from skipdecode.model.kv_scales import scale_keys_and_values, why_no_scales
 from skipdecode.model.layer import Layer, make_norm
 from skipdecode.model.layer_loop import run_layers, run_placed
 from skipdecode.model.linear import Linear, pack, product
@@ -58,19 +60,25 @@ class Decoder(nn.Module):
         self._rotations: dict[torch.device, RotaryTables] = {}
         self.quantization: Quantization | None = None
         """The quantization of packed weights."""
+        self.has_fp8_cache = False
+        """Keys and values are stored in FP8, and the weights have their scales (`skipdecode.model.kv_scales`)."""
 
-    def pack(self, quantization: Quantization | None = None) -> "Decoder":
+    def pack(self, quantization: Quantization | None = None, kv_cache_dtype: KVCacheDtype = "auto") -> "Decoder":
         """Lays weights out as the device's back end reads them (`skipdecode.model.linear`), in place; returns the
         model.
 
         From then on the model can only decode: it cannot be trained, saved, copied or converted. A tied embedding stays
         beside the packed copy that the LM head uses. Nothing happens where the back end packs nothing; `quantization`
-        is then a ValueError.
+        is then a ValueError. `kv_cache_dtype`: the type of keys and values; ValueError where the back end does not
+        take it.
         """
+        wants_fp8_cache = kv_cache_dtype == "fp8"
         if self.is_packed:
-            assert quantization == self.quantization, "packed already"
+            assert (quantization, wants_fp8_cache) == (self.quantization, self.has_fp8_cache), "packed already"
             return self
-        check_kernels(self.config, self.dtype, self.device)
+        if wants_fp8_cache:
+            self._use_fp8_cache()
+        check_kernels(self.config, self.dtype, self.device, self.kv_dtype, quantization)
         backend, linears = backend_on(self.device), [m for m in self.modules() if isinstance(m, Linear)]
         backend.check(self.head_weight, quantization)  # check everything before packing anything
         for linear in linears:
@@ -87,6 +95,17 @@ class Decoder(nn.Module):
             layer.fuse(self.rotary_tables_on(self.device_of(i))[i], query)
         self.quantization = quantization
         return self
+
+    def _use_fp8_cache(self) -> None:
+        """Stores keys and values in FP8 from now on; ValueError where that is not supported."""
+        problem = backend_on(self.device).why_no_fp8(self.device) or why_no_scales(self.config)
+        if problem is None and self.dtype not in (torch.bfloat16, torch.float32):
+            problem = f"scales would round the weights of {str(self.dtype).removeprefix('torch.')}; bfloat16 has room"
+        if problem is not None:
+            raise ValueError(f"model.kv_cache_dtype: no keys and values in fp8 here: {problem}; auto stores them as is")
+        if not self.has_fp8_cache:
+            scale_keys_and_values(self.config, self.layers, self.swiftkv)
+            self.has_fp8_cache = True
 
     def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> "Decoder":
         """A model that shares these weights and adds those of SwiftKV, initialised from them
@@ -153,6 +172,11 @@ class Decoder(nn.Module):
         return self.dtype.itemsize if self.quantization is None else WEIGHT_BYTES[self.quantization]
 
     @property
+    def kv_itemsize(self) -> int:
+        """Bytes of a number of keys and values in caches."""
+        return self.kv_dtype.itemsize
+
+    @property
     def has_matrix_units(self) -> bool:
         """True if matrix products run on matrix units."""
         return backend_on(self.device).has_matrix_units
@@ -168,6 +192,11 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of keys and values in caches."""
+        return FP8 if self.has_fp8_cache else self.dtype
 
     @property
     def rotary_tables(self) -> RotaryTables:

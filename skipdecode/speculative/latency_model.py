@@ -38,12 +38,13 @@ class LatencyModel:
         weight_itemsize: int | None = None,
         ceilings: Ceilings | None = None,
         *,
+        kv_itemsize: int | None = None,
         reference: Ceilings = REFERENCE,
     ) -> None:
         """`ceilings`: those of this machine, on which passes are timed; None: predict by `reference`, without a
         clock."""
         self.config, self.is_timed = config, ceilings is not None
-        self._sizes = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+        self._sizes, self._kv_itemsize = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}, kv_itemsize
         self._ceilings = ceilings or reference
         self._ratios: dict[tuple[PassKind, int], deque[float]] = {}
         self._cached = lru_cache(maxsize=4096)(self._seconds)
@@ -51,7 +52,8 @@ class LatencyModel:
     @classmethod
     def of(cls, model: "Decoder", ceilings: Ceilings | None = None) -> "LatencyModel":
         reference = REFERENCE_AMX if model.has_matrix_units else REFERENCE
-        return cls(model.config, model.dtype.itemsize, model.weight_itemsize, ceilings, reference=reference)
+        sizes = model.dtype.itemsize, model.weight_itemsize
+        return cls(model.config, *sizes, ceilings, kv_itemsize=model.kv_itemsize, reference=reference)
 
     def roofline_s(self, plan: LayerPlan, rows: int, tokens: int, context: int, outputs: int | None = None) -> float:
         """Seconds by the roofline alone for `tokens` new tokens of `rows` rows that see `context` positions, LM head
@@ -63,7 +65,8 @@ class LatencyModel:
         return self._cached(sum(plan.attn), sum(plan.ffn), rows, tokens, middle, outputs)
 
     def _seconds(self, attn: int, ffn: int, rows: int, tokens: int, context: int, outputs: int | None) -> float:
-        one = attention_cost(self.config, rows=tokens, new_columns=1, context=context, **self._sizes)  # type: ignore[arg-type]
+        shape = {"rows": tokens, "new_columns": 1, "context": context, "kv_itemsize": self._kv_itemsize}
+        one = attention_cost(self.config, **shape, **self._sizes)  # type: ignore[arg-type]
         read_once = one.cache_bytes * (1 - rows / tokens)  # new tokens of a row read its cache together
         one = Cost(one.flops, one.bytes - read_once, one.calls, one.cache_flops, one.cache_bytes - read_once)
         feed = ffn_cost(self.config, tokens=tokens, **self._sizes)  # type: ignore[arg-type]

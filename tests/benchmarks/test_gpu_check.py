@@ -32,7 +32,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
-PROCESSES = {"lane", "sanitizer", "job", "resume", "exact", "peers", "corpus", "soak"}
+PROCESSES = {"lane", "sanitizer", "job", "resume", "exact", "peers", "generate_batch", "workers", "corpus", "soak"}
 """Run in processes of their own, or with a context that is dry."""
 SHAPE = config_of(TINY)
 
@@ -267,7 +267,7 @@ def test_memory_of_the_largest_batch_is_not_kept(monkeypatch: pytest.MonkeyPatch
         batches.append((len(requests), columns))
 
     device = torch.device("cuda")
-    model = SimpleNamespace(config=released("opt-1.3b"), device=device, dtype=torch.bfloat16)
+    model = SimpleNamespace(config=released("opt-1.3b"), device=device, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
     model.max_prefill_tokens = TORCH.max_prefill_tokens([], device)
     monkeypatch.setattr(decoding, "generate", generate)
     monkeypatch.setattr(decoding, "reserved_bytes", lambda _: fake.most + fake.kept)

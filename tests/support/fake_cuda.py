@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skipdecode.backends import device, triton_kernels
 from skipdecode.backends.backend import TORCH, Backend
 from skipdecode.backends.cuda_backend import CudaBackend
-from skipdecode.config.model import SwiftKVConfig
+from skipdecode.config.model import KVCacheDtype, Quantization, SwiftKVConfig
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.pipeline_parallel import deal
@@ -235,6 +235,7 @@ def fake_cuda(backend: Backend | None = None) -> Iterator[FakeCuda]:
         chosen = CudaBackend(triton_kernels.TritonKernels()) if backend is None else backend
         patch.setattr(triton_kernels, "launch", fake.launch)
         patch.setattr(device, "cuda_backend", lambda: chosen)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "Event", lambda: FakeEvent(fake))
         patch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
@@ -244,8 +245,9 @@ def fake_cuda(backend: Backend | None = None) -> Iterator[FakeCuda]:
 
 
 def fake_model(
-    name: str, *, layers: int | None = None, swiftkv: SwiftKVConfig | None = None, num_devices: int = 1
-) -> Decoder:
+    name: str, *, layers: int | None = None, swiftkv: SwiftKVConfig | None = None, num_devices: int = 1,
+    quantization: Quantization | None = None, kv_cache_dtype: KVCacheDtype = "auto",
+) -> Decoder:  # fmt: skip
     """A released shape on the device, in bfloat16, ready to decode; `layers`: at most so many of its layers."""
     dtype = torch.bfloat16
     with torch.device("meta"):
@@ -260,7 +262,7 @@ def fake_model(
                 where = CUDA if model.placement is None else model.placement.of_weight(f"{prefix}.{key}")
                 own = torch.empty(weight.shape, dtype=dtype, device=where)
                 module._parameters[key] = nn.Parameter(own, requires_grad=False)
-    return model.eval().pack()
+    return model.eval().pack(quantization, kv_cache_dtype)
 
 
 __all__ = ["CUDA", "TORCH", "FakeCuda", "NoWaits", "fake_cuda", "fake_model"]

@@ -23,7 +23,7 @@ def feed(
 ) -> tuple[Tensor, KVCache]:
     """Logits [B, V] of the last column, and the filled cache."""
     capacities = [capacity] * model.config.num_hidden_layers
-    cache = KVCache.allocate(model.config, num_pad=num_pad, capacities=capacities, dtype=model.dtype)
+    cache = KVCache.allocate(model.config, num_pad=num_pad, capacities=capacities, dtype=model.kv_dtype)
     positions = (torch.arange(tokens.shape[1]) - num_pad[:, None]).clamp(min=-1)
     with torch.inference_mode():
         return model(tokens, positions, cache, plan), cache

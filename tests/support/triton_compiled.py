@@ -14,16 +14,18 @@ import torch
 
 from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts, PrefixGroups, SharedPrefix
 from skipdecode.backends.cuda_kernels import Heads, Norm
+from skipdecode.backends.fp8 import FP8, MIN_CAPABILITY
 from skipdecode.backends.triton_kernels import TritonKernels
 from tests.support.triton_compile import compiled, launches_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
+FP8_CAPABILITY = 10 * MIN_CAPABILITY[0] + MIN_CAPABILITY[1]
 KERNELS = TritonKernels()
 
 
 def attend(
     K: int, H: int, G: int, B: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False,
-    is_stored: bool = False, has_table: bool = True, window: int | None = None,
+    is_stored: bool = False, has_table: bool = True, window: int | None = None, is_fp8: bool = False,
 ) -> Callable[[], object]:  # fmt: skip
     def run() -> object:
         weights = [torch.empty(K, dtype=dtype)] * 2 if norms else [None, None]
@@ -32,7 +34,7 @@ def attend(
         )
         q, k, v = torch.empty(B, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
         first, last = torch.zeros(B, dtype=torch.int64), torch.zeros(1, dtype=torch.int64).expand(B)
-        memory = torch.empty(B, G, 192, K, dtype=dtype)
+        memory = torch.empty(B, G, 192, K, dtype=FP8 if is_fp8 else dtype)
         where = torch.zeros(4, dtype=torch.int64)
         columns = (
             GraphKVRange(memory.view(-1), where, first, last) if has_table else KVRange(memory, memory, first, last)
@@ -42,7 +44,9 @@ def attend(
     return run
 
 
-def places(K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0) -> Callable[[], object]:
+def places(
+    K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0, is_fp8: bool = False
+) -> Callable[[], object]:
     """`each` new columns of so many rows."""
 
     def run() -> object:
@@ -50,7 +54,8 @@ def places(K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0) 
         heads = Heads(H, G, K, torch.empty(256, int(K * turns)) if turns else None)
         q, k, v = torch.empty(N, (H + 2 * G) * K, dtype=BF16).split([H * K, G * K, G * K], dim=1)
         at = torch.arange(N)
-        memory, among = torch.empty(rows, G, 192, K, dtype=BF16), torch.stack([at % each, torch.full((N,), each)])
+        memory = torch.empty(rows, G, 192, K, dtype=FP8 if is_fp8 else BF16)
+        among = torch.stack([at % each, torch.full((N,), each)])
         return KERNELS.attend(
             heads, q, k, v, KVRange(memory, memory, at * 0, at, at // each, query_index=among, max_queries=each)
         )
@@ -60,7 +65,7 @@ def places(K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0) 
 
 def prefixes(
     K: int, H: int, G: int, B: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False,
-    window: int | None = None, has_table: bool = True, each: int = 1,
+    window: int | None = None, has_table: bool = True, each: int = 1, is_fp8: bool = False,
 ) -> Callable[[], object]:  # fmt: skip
     """A step whose rows share prefixes: `attend_prefix_kernel`, and attention that adds what it makes."""
 
@@ -72,7 +77,8 @@ def prefixes(
         )
         q, k, v = torch.empty(N, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
         lines = torch.zeros(9, N, dtype=torch.int64)
-        memory, where = torch.empty(B, G, 192, K, dtype=dtype), torch.zeros(2, 4, dtype=torch.int64)
+        memory = torch.empty(B, G, 192, K, dtype=FP8 if is_fp8 else dtype)
+        where = torch.zeros(2, 4, dtype=torch.int64)
         groups = PrefixGroups(*lines[:4])
         columns: KVRange | GraphKVRange
         if has_table:
@@ -88,7 +94,7 @@ def prefixes(
 
 
 def prompts(
-    K: int, H: int, G: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False
+    K: int, H: int, G: int, *, dtype: torch.dtype = BF16, turns: float = 0.0, norms: bool = False, is_fp8: bool = False
 ) -> Callable[[], object]:
     """The store of prompts alone: their attention is torch's."""
 
@@ -97,7 +103,7 @@ def prompts(
         heads = Heads(H, G, K, torch.empty(256, int(K * turns)) if turns else None, *weights, epsilon=1e-6)
         q, k, v = torch.empty(64, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
         packed = PackedPrompts(torch.arange(16).expand(4, 16), torch.zeros(4, dtype=torch.int64))
-        memory = torch.empty(2, 4, G, 192, K, dtype=dtype)
+        memory = torch.empty(2, 4, G, 192, K, dtype=FP8 if is_fp8 else dtype)
         return KERNELS.store(heads, q, k, v, packed, (memory[0], memory[1]))
 
     return run
@@ -119,6 +125,10 @@ def draw() -> object:
     return KERNELS.draw(logits, row, torch.empty(64, 1, dtype=torch.int64), row, uniforms[:, 2:3])
 
 
+def fp8_rows(K: int) -> Callable[[], object]:
+    return lambda: KERNELS.rows_in_fp8(torch.empty(64, K, dtype=BF16))
+
+
 CASES: dict[str, Callable[[], object]] = {
     "attention, OPT-1.3B": attend(64, 32, 32, 64),
     "attention, OPT-2.7B": attend(80, 32, 32, 64),
@@ -135,6 +145,11 @@ CASES: dict[str, Callable[[], object]] = {
     "store of prompts, OPT-1.3B": prompts(64, 32, 32),
     "store of prompts, Llama-3.1-8B": prompts(128, 32, 8, turns=1.0),
     "store of prompts, Qwen3": prompts(128, 16, 8, turns=1.0, norms=True),
+    "FP8, attention, OPT-1.3B": attend(64, 32, 32, 64, is_fp8=True),
+    "FP8, attention, Llama-3.1-8B": attend(128, 32, 8, 128, turns=1.0, is_fp8=True),
+    "FP8, attention, Llama-3.1-8B, prefixes": prefixes(128, 32, 8, 256, turns=1.0, is_fp8=True),
+    "FP8, store of prompts, Llama-3.1-8B": prompts(128, 32, 8, turns=1.0, is_fp8=True),
+    "FP8, rows, Llama-3.1-8B": fp8_rows(4096),
     "norm, OPT-1.3B": add_norm(2048, "layer"),
     "norm, OPT-66B": add_norm(9216, "layer"),
     "norm, Llama-3.1-8B": add_norm(4096, "rms"),
@@ -142,7 +157,7 @@ CASES: dict[str, Callable[[], object]] = {
     "argmax, OPT": lambda: KERNELS.argmax(torch.empty(64, 50272, dtype=BF16)),
     "draw, OPT": draw,
 }
-ATTENTION = [name for name in CASES if name.startswith("attention") and "parts" not in name]
+ATTENTION = [name for name in CASES if "attention" in name and "parts" not in name]
 SLOW: dict[str, Callable[[], object]] = {
     "attention, OPT-1.3B, tensors": attend(64, 32, 32, 64, has_table=False),
     "attention, OPT-1.3B, float16": attend(64, 32, 32, 64, dtype=torch.float16),
@@ -168,6 +183,19 @@ SLOW: dict[str, Callable[[], object]] = {
     "attention, Qwen3, one place each": places(128, 16, 8, 64, 1, turns=1.0),
     "store of prompts, Gemma 3 270M": prompts(256, 4, 1, turns=1.0, norms=True),
     "store of prompts, StableLM, float16": prompts(80, 32, 32, turns=0.25, dtype=torch.float16),
+    "FP8, attention, OPT-2.7B": attend(80, 32, 32, 64, is_fp8=True),
+    "FP8, attention, OPT-6.7B, parts": attend(128, 32, 32, 8, is_fp8=True),
+    "FP8, attention, heads of 96 in groups": attend(96, 32, 8, 64, turns=1.0, is_fp8=True),
+    "FP8, attention, TinyLlama, parts": attend(64, 32, 4, 16, turns=1.0, is_fp8=True),
+    "FP8, attention, Qwen3": attend(128, 16, 8, 128, turns=1.0, norms=True, is_fp8=True),
+    "FP8, attention, Gemma 3 270M": attend(256, 4, 1, 64, turns=1.0, norms=True, window=512, is_fp8=True),
+    "FP8, attention, StableLM, tensors": attend(80, 32, 32, 64, turns=0.25, has_table=False, is_fp8=True),
+    "FP8, attention, OPT-1.3B, prefixes": prefixes(64, 32, 32, 256, is_fp8=True),
+    "FP8, attention, Gemma 3 270M, prefixes": prefixes(256, 4, 1, 64, turns=1.0, norms=True, window=512, is_fp8=True),
+    "FP8, attention, Llama-3.1-8B, places": places(128, 32, 8, 64, 5, turns=1.0, is_fp8=True),
+    "FP8, attention, OPT-1.3B, places": places(64, 32, 32, 4, 5, is_fp8=True),
+    "FP8, store of prompts, Gemma 3 270M": prompts(256, 4, 1, turns=1.0, norms=True, is_fp8=True),
+    "FP8, rows, OPT-66B": fp8_rows(36864),
     "norm, OPT-350m": add_norm(1024, "layer", is_pre=False),
     "norm, OPT-66B, float32": add_norm(9216, "layer", dtype=FP32),
     "argmax, Llama-3.1, float32": lambda: KERNELS.argmax(torch.empty(64, 128256)),
@@ -183,6 +211,8 @@ def main() -> None:
     for capability in capabilities:
         for name, case in cases.items():
             if not is_slow and capability != capabilities[0] and name not in ATTENTION:
+                continue
+            if name.startswith("FP8") and capability < FP8_CAPABILITY:
                 continue
             *before, launched = launches_of(case)
             found[f"{name}, sm_{capability}"] = asdict(compiled(launched, capability)) | _tile(launched)

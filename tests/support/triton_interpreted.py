@@ -12,12 +12,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
+import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime import interpreter
 
 from skipdecode.backends import triton_kernels
 from skipdecode.backends.backend import (
@@ -31,11 +35,12 @@ from skipdecode.backends.backend import (
 )
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Norm
+from skipdecode.backends.fp8 import FP8, as_bytes, narrowed, rows_in_fp8
 from skipdecode.backends.kernel_self_test import KernelShape, Of, self_test
 from skipdecode.backends.torch_kernels import TorchKernels, normed_by
 from skipdecode.backends.torch_sampling import NO_TOKEN, likeliest, pick_by_sort
 from skipdecode.backends.triton_kernels import TritonKernels
-from skipdecode.config.model import FeedForwardKind
+from skipdecode.config.model import FeedForwardKind, KVCacheDtype
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.cuda_graphs import CudaGraphs
 from skipdecode.engine.generate import generate, generate_continuous, refill
@@ -51,16 +56,19 @@ from tests.support.cuda_models import cpu_computed_by, random_model, some_reques
 
 ROUNDING = {torch.float32: 1.2e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Of a number near 1, half a step of the type, and one of float32."""
+FP8_STEP = 2.0**-3
 TRITON, REFERENCE = TritonKernels(), TorchKernels()
 DEVICE = "cpu" if triton_kernels.IS_INTERPRETED else "cuda"
+CONVERT = interpreter._convert_float
 FIRST, LAST, CAPACITY = [0, 70, 149], 149, 160
 
 
 def attention(
     K: int, H: int, G: int, dtype: torch.dtype, *, turns: float = 0.0, norms: bool = False, splits: int = 1,
-    is_stored: bool = False, has_table: bool = False, window: int | None = None,
+    is_stored: bool = False, has_table: bool = False, window: int | None = None, is_fp8: bool = False,
 ) -> None:  # fmt: skip
-    """Against the reference in float32 from the same numbers; keys and values stored, and nothing else touched."""
+    """Against the reference in float32 from the same numbers; keys and values stored, and nothing else touched.
+    `is_fp8`: keys and values are in FP8."""
     rng = torch.Generator().manual_seed(K + H + splits)
 
     def numbers(*shape: int) -> Tensor:
@@ -71,9 +79,9 @@ def attention(
     heads, B = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6, window), len(FIRST)
     of_heads = (None if w is None else w.float() for w in (q_norm, k_norm))
     wide = Heads(H, G, K, rotary_table, *of_heads, epsilon=1e-6, window=window)
-    memory = torch.full(
-        (2 * B * G * CAPACITY * K + 64,), torch.nan, dtype=dtype, device=DEVICE
-    )  # what is around may be anything
+    cached = FP8 if is_fp8 else dtype
+    # what is around may be anything
+    memory = torch.full((2 * B * G * CAPACITY * K + 64,), torch.nan, device=DEVICE).to(cached)
     half = B * G * CAPACITY * K
     keys, values = (
         memory[16 : 16 + half].view(B, G, CAPACITY, K),
@@ -81,10 +89,10 @@ def attention(
     )
     for row, first in enumerate(FIRST):
         for own in (keys, values):
-            own[row, :, first : LAST + is_stored] = numbers(G, LAST + is_stored - first, K)
+            own[row, :, first : LAST + is_stored] = narrowed(numbers(G, LAST + is_stored - first, K), cached)
     q, k, v = numbers(B, (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
     first, last = torch.tensor(FIRST, device=DEVICE), torch.tensor([LAST], device=DEVICE).expand(B)
-    wanted_keys, wanted_values = keys.float(), values.float()
+    wanted_keys, wanted_values = (own.clone() if is_fp8 else own.float() for own in (keys, values))
     new = (None, None) if is_stored else (k.float(), v.float())
     wanted = REFERENCE.attend(wide, q.float(), *new, KVRange(wanted_keys, wanted_values, first, last))
     where = torch.tensor([16, 32 + half, G * CAPACITY * K, CAPACITY * K], device=DEVICE)
@@ -99,14 +107,14 @@ def attention(
     step = ROUNDING[dtype]
     near(made, wanted, 8 * step)  # queries, keys, weights and sums are rounded
     near(keys, wanted_keys, 4 * step)  # after the norm and after the turn
-    assert torch.equal(values.isnan(), wanted_values.isnan())
-    assert torch.equal(values.nan_to_num(), wanted_values.to(dtype).nan_to_num())
-    assert torch.cat([memory[:16], memory[16 + half : 32 + half], memory[-32:]]).isnan().all()
+    near(values, narrowed(wanted_values, cached), 0.0)
+    around = memory.float()
+    assert torch.cat([around[:16], around[16 + half : 32 + half], around[-32:]]).isnan().all()
 
 
 def places(
     K: int, H: int, G: int, dtype: torch.dtype, counts: Sequence[int], *, turns: float = 0.0, norms: bool = False,
-    splits: int = 1, is_stored: bool = False, window: int | None = None,
+    splits: int = 1, is_stored: bool = False, window: int | None = None, is_fp8: bool = False,
 ) -> None:  # fmt: skip
     """So many new columns of each place, against the reference in float32; nothing but these is stored."""
     rng = torch.Generator().manual_seed(K + H + splits)
@@ -122,15 +130,16 @@ def places(
     heads = Heads(H, G, K, rotary_table, q_norm, k_norm, 1e-6, window)
     of_heads = (None if w is None else w.float() for w in (q_norm, k_norm))
     wide = Heads(H, G, K, rotary_table, *of_heads, epsilon=1e-6, window=window)
-    keys, values = (torch.full((R, G, CAPACITY, K), torch.nan, dtype=dtype, device=DEVICE) for _ in "kv")
+    cached = FP8 if is_fp8 else dtype
+    keys, values = (torch.full((R, G, CAPACITY, K), torch.nan, device=DEVICE).to(cached) for _ in "kv")
     for place, own, n in zip(at, owns, counts, strict=True):
         for memory in (keys, values):
-            memory[place, :, : own + n * is_stored] = numbers(G, own + n * is_stored, K)
+            memory[place, :, : own + n * is_stored] = narrowed(numbers(G, own + n * is_stored, K), cached)
     q, k, v = numbers(N, (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
     of, last = torch.tensor(tokens, device=DEVICE).T.contiguous()
     among = torch.tensor([[i, n] for n in counts for i in range(n)], device=DEVICE).T.contiguous()
     first = torch.zeros_like(last)
-    wanted_keys, wanted_values = keys.float(), values.float()
+    wanted_keys, wanted_values = (own.clone() if is_fp8 else own.float() for own in (keys, values))
     new = (None, None) if is_stored else (k.float(), v.float())
     wanted = REFERENCE.attend(wide, q.float(), *new, KVRange(wanted_keys, wanted_values, first, last, of))
     columns = KVRange(keys, values, first, last, of, query_index=among, max_queries=max(counts))
@@ -144,14 +153,13 @@ def places(
     step = ROUNDING[dtype]
     near(made, wanted, (16 if norms else 8) * step)
     near(keys, wanted_keys, 4 * step)
-    assert torch.equal(values.isnan(), wanted_values.isnan())
-    assert torch.equal(values.nan_to_num(), wanted_values.to(dtype).nan_to_num())
+    near(values, narrowed(wanted_values, cached), 0.0)
 
 
 def prefixes(
     K: int, H: int, G: int, dtype: torch.dtype, lengths: Sequence[int], users: Sequence[int], owns: Sequence[int],
     each: Sequence[int] | None = None, *, turns: float = 0.0, norms: bool = False, splits: int = 1, parts: int = 1,
-    window: int | None = None, has_table: bool = False, skipped: int = 0,
+    window: int | None = None, has_table: bool = False, skipped: int = 0, is_fp8: bool = False,
 ) -> None:  # fmt: skip
     """Rows behind shared prefixes with so many tokens (`users`: of each row its prefix, -1: none), with `owns` columns
     of their own and `each` new ones (None: one), against the reference in float32 that reads copies. `skipped`: rows of
@@ -172,7 +180,8 @@ def prefixes(
     news, R, B, P = each or [1] * len(users), max(1, len(lengths)), len(users), max(lengths, default=0)
     pads, S, C = [row % 4 for row in range(B)], P + 8, 4 + max(owns) + max(news)
     half, of_prefixes = B * G * C * K, R * G * S * K
-    memory = torch.full((2 * (half + of_prefixes) + 64,), torch.nan, dtype=dtype, device=DEVICE)
+    cached = FP8 if is_fp8 else dtype
+    memory = torch.full((2 * (half + of_prefixes) + 64,), torch.nan, device=DEVICE).to(cached)
     k_at, v_at, pk_at, pv_at = 16, 32 + half, 48 + 2 * half, 48 + 2 * half + of_prefixes
     keys, values = (memory[at : at + half].view(B, G, C, K) for at in (k_at, v_at))
     held = [memory[at : at + of_prefixes].view(R, G, S, K) for at in (pk_at, pv_at)]
@@ -180,10 +189,10 @@ def prefixes(
     whole = [torch.full((B, G, P + C, K), torch.nan, device=DEVICE) for _ in "kv"]
     for own, shared, both in zip((keys, values), held, whole, strict=True):
         for number, length in enumerate(lengths):
-            shared[number, :, begins[number] : begins[number] + length] = numbers(G, length, K)
+            shared[number, :, begins[number] : begins[number] + length] = narrowed(numbers(G, length, K), cached)
         for row, user in enumerate(users):
             at = pads[row]
-            own[row, :, at : at + owns[row]] = numbers(G, owns[row], K)
+            own[row, :, at : at + owns[row]] = narrowed(numbers(G, owns[row], K), cached)
             both[row, :, P:] = own[row].float()
             if user >= 0:
                 length, begin = lengths[user], begins[user]
@@ -195,6 +204,7 @@ def prefixes(
     first, slots = on([pads[row] for row in rows]), on(rows)
     last = on([pads[row] + owns[row] + i for row, i in tokens])
     q, k, v = numbers(N, (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
+    whole = [narrowed(both, FP8) for both in whole] if is_fp8 else whole
     seen = KVRange(whole[0], whole[1], first + P - on(counts), last + P, slots)
     wanted = REFERENCE.attend(wide, q.float(), k.float(), v.float(), seen)
     lines = prefix_groups([(begins[0], lengths[0])] * skipped + places if lengths else places, PREFIX_ROWS)
@@ -213,12 +223,12 @@ def prefixes(
             keys, values, first, last, slots, SharedPrefix(held[0], held[1], offsets, on(counts), groups),
             query_index=among, max_queries=max(news),
         )  # fmt: skip
-    before = memory[pk_at:].clone()
+    before = as_bytes(memory)[pk_at:].clone()
     with split_into(splits, parts):
         made = TRITON.attend(heads, q, k, v, columns)
     near(made, wanted, (16 if norms else 8) * ROUNDING[dtype])
-    near(keys, whole[0][:, :, P:].where(~keys.isnan(), torch.nan), 4 * ROUNDING[dtype])
-    assert torch.equal(memory[pk_at:].nan_to_num(), before.nan_to_num()), "prefixes are only read"
+    near(keys, whole[0].float()[:, :, P:].where(~keys.float().isnan(), torch.nan), 4 * ROUNDING[dtype])
+    assert torch.equal(as_bytes(memory)[pk_at:].nan_to_num(), before.nan_to_num()), "prefixes are only read"
 
 
 @contextmanager
@@ -249,7 +259,7 @@ def ragged(examples: int) -> None:
             16, G * group, G, FP32, lengths, users, owns, each, turns=data.draw(st.sampled_from([0.0, 0.5])),
             splits=data.draw(st.sampled_from([1, 2])), parts=data.draw(st.sampled_from([1, 2, 4])),
             window=data.draw(st.sampled_from([None, 5, 40])), skipped=data.draw(st.integers(0, 3)),
-            has_table=each is None and data.draw(st.booleans()),
+            has_table=each is None and data.draw(st.booleans()), is_fp8=data.draw(st.booleans()),
         )  # fmt: skip
 
     run()
@@ -257,6 +267,7 @@ def ragged(examples: int) -> None:
 
 def prompts(
     K: int, H: int, G: int, dtype: torch.dtype, *, turns: float = 0.0, norms: bool = False, has_queries: bool = True,
+    is_fp8: bool = False,
 ) -> None:  # fmt: skip
     """Packed prompts, one of them behind tokens that are cached: queries, keys and the cache as by the reference in
     float32; nothing else is stored."""
@@ -274,25 +285,31 @@ def prompts(
     columns, slots = torch.tensor([2, 0, 1], device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
     packed = PackedPrompts(positions, columns, before, slots)
     q, k, v = numbers(sum(lengths), (H + 2 * G) * K).split([H * K, G * K, G * K], dim=1)
-    memory = torch.full((2, 4, G, 12, K), torch.nan, dtype=dtype, device=DEVICE)
-    wanted_memory = memory.float()
+    memory = torch.full((2, 4, G, 12, K), torch.nan, device=DEVICE).to(FP8 if is_fp8 else dtype)
+    wanted_memory = memory.clone() if is_fp8 else memory.float()
     given = q if has_queries else None
     wanted = REFERENCE.store(
         wide, None if given is None else q.float(), k.float(), v.float(), packed, (wanted_memory[0], wanted_memory[1])
     )
     made = TRITON.store(heads, given, k, v, packed, (memory[0], memory[1]))
     near(memory, wanted_memory, 4 * ROUNDING[dtype])
-    if has_queries:  # without them nobody reads the keys
-        for own, its in zip(made, wanted, strict=True):
+    if has_queries:  # without them nobody reads the keys and values
+        for own, its, is_kv in zip(made, wanted, (False, True, True), strict=True):
             assert own is not None
             assert its is not None
-            near(own, its, 4 * ROUNDING[dtype])
+            near(own, its, FP8_STEP if is_fp8 and is_kv else 4 * ROUNDING[dtype])
 
 
 def near(made: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Both numbers or both none; apart by at most so much of the largest."""
+    """Both numbers or both none; apart by at most so much of the largest, or where both are in FP8 by its step, and
+    hardly ever: what differs before it is rounded may go either way."""
+    if made.dtype == wanted.dtype == FP8 and tolerance > 0:
+        apart = as_bytes(made) != as_bytes(wanted)
+        assert apart.sum() <= 2 + 8 * tolerance * apart.numel(), f"{apart.sum()} of {apart.numel()} numbers differ"
+        tolerance = FP8_STEP
+    made, wanted = made.float(), wanted.float()
     assert torch.equal(made.isnan(), wanted.isnan()), "where there is no number"
-    apart = (made.float() - wanted.float()).nan_to_num().abs().max()
+    apart = (made - wanted).nan_to_num().abs().max()
     assert apart <= tolerance * wanted.nan_to_num().abs().max(), f"{apart:.2e} apart"
 
 
@@ -409,7 +426,15 @@ def first_kernels() -> None:
             assert problem is None, problem
 
 
-def decoder(name: str, *, num_new: int = 3, swiftkv: bool = False, **keys: float) -> None:
+def decoder(
+    name: str,
+    *,
+    num_new: int = 3,
+    swiftkv: bool = False,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    is_captured: bool = False,
+    **keys: float,
+) -> None:
     """Whole models: tokens are those of torch, in float32."""
     requests = some_requests(num_new, (1, 7), **keys)
     skipping = SkipDecode(2, 2, 1, 1, num_new - 1)
@@ -418,9 +443,32 @@ def decoder(name: str, *, num_new: int = 3, swiftkv: bool = False, **keys: float
     for backend in (TORCH, CudaBackend(TRITON)):
         with cpu_computed_by(backend):
             model = random_model(name, layers=2)
-            model = (model.with_swiftkv(1) if swiftkv else model).pack()
-            made.append([c.tokens for c in generate(model, requests, schedule).completions])
+            model = (model.with_swiftkv(1) if swiftkv else model).pack(kv_cache_dtype=kv_cache_dtype)
+            graphs = CudaGraphs(model, 1 << 22, max_rows=8) if is_captured and backend is not TORCH else None
+            made.append([c.tokens for c in generate(model, requests, schedule, graphs=graphs).completions])
     assert made[0] == made[1], made
+
+
+def fp8_rows(dtype: torch.dtype) -> None:
+    """Numbers and scales of rows are those of torch, bit for bit; a row with NaN has nothing else."""
+    x = torch.randn(5, 700, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1e-3], [1], [50], [0], [1]])
+    x[4, 3] = torch.nan
+    given = x.to(DEVICE, dtype)[:, :650]
+    (made, scales), (wanted, wanted_scales) = TRITON.rows_in_fp8(given), rows_in_fp8(given)
+    assert torch.equal(as_bytes(made)[:4], as_bytes(wanted)[:4])
+    assert torch.equal(scales[:4], wanted_scales[:4])
+    assert (made.float() * scales)[4].isnan().any()
+
+
+def fp8_ends() -> None:
+    """What a cache in FP8 makes of any number: the nearest, 448 for what is larger, NaN for NaN."""
+    x = torch.cat([torch.randn(4000) * 10.0 ** torch.randint(-4, 4, (4000,)), torch.tensor(
+        [448.0, 464, 465, -1e9, torch.inf, -torch.inf, torch.nan, 0, 2.0**-9, 2.0**-10, 3 * 2.0**-11, -0.0]
+    )])[-4000:].to(DEVICE)  # fmt: skip
+    memory = torch.zeros(2, 1, 1, 4000, 1, device=DEVICE).to(FP8)
+    prompts = PackedPrompts(torch.arange(4000, device=DEVICE)[None], torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    TRITON.store(Heads(1, 1, 1), None, x[:, None], x[:, None], prompts, (memory[0], memory[1]))
+    assert torch.equal(as_bytes(memory), as_bytes(narrowed(x, FP8)).expand(2, -1).view(2, 1, 1, 4000, 1))
 
 
 def lossless(name: str) -> None:
@@ -437,7 +485,7 @@ def lossless(name: str) -> None:
 
 def sharing(
     name: str, *, num_new: int = 6, lengths: tuple[int, int] = (34, 38), swiftkv: bool = False,
-    is_captured: bool = True, is_joined: bool = True,
+    is_captured: bool = True, is_joined: bool = True, kv_cache_dtype: KVCacheDtype = "auto",
 ) -> None:  # fmt: skip
     """Rows that share prefixes of these lengths, in a batch, of captured steps or not, and as rows that join: tokens
     are those of torch, in float32, without sharing."""
@@ -453,7 +501,7 @@ def sharing(
 
     def model_of() -> Decoder:
         model = random_model(name, layers=2)
-        return (model.with_swiftkv(1) if swiftkv else model).pack()
+        return (model.with_swiftkv(1) if swiftkv else model).pack(kv_cache_dtype=kv_cache_dtype)
 
     with cpu_computed_by(TORCH):
         wanted = [c.tokens for c in generate(model_of(), requests, schedule).completions]
@@ -461,7 +509,7 @@ def sharing(
         model = model_of()
         graphs = CudaGraphs(model, 1 << 22, max_rows=8) if is_captured else None
         if graphs is not None:
-            graphs.pool.memory.fill_(torch.nan)
+            graphs.pool.memory.copy_(torch.full_like(graphs.pool.memory, torch.nan, dtype=torch.float32))
         batch = StaticBatch(model, requests, schedule, graphs=graphs, sharing=shared)
         assert batch._cache.shared is not None, "copied"
         made = generate(model, requests, schedule, graphs=graphs, sharing=shared)
@@ -510,6 +558,25 @@ CASES: dict[str, Callable[[], None]] = {
     "prompts, a quarter turns, float16": lambda: prompts(80, 3, 3, FP16, turns=0.25),
     "prompts, Qwen3, bfloat16": lambda: prompts(128, 4, 2, BF16, turns=1.0, norms=True),
     "prompts, Qwen3, keys and values alone": lambda: prompts(128, 4, 2, FP32, turns=1.0, norms=True, has_queries=False),
+    "FP8, attention, OPT, a table": lambda: attention(64, 2, 2, FP32, has_table=True, is_fp8=True),
+    "FP8, attention, Llama, bfloat16, parts, a table": lambda: attention(
+        64, 8, 2, BF16, turns=1.0, splits=4, has_table=True, is_fp8=True
+    ),
+    "FP8, attention, Qwen3, a window": lambda: attention(
+        128, 4, 2, FP32, turns=1.0, norms=True, window=33, splits=2, is_fp8=True
+    ),
+    "FP8, places, Llama": lambda: places(64, 4, 2, FP32, [3, 1, 6, 2], turns=1.0, splits=4, is_fp8=True),
+    "FP8, prefixes, Llama, a table": lambda: prefixes(
+        32, 4, 1, FP32, [36, 8], [0] * 18 + [1, -1], [*range(20)], turns=1.0, parts=2, has_table=True, is_fp8=True
+    ),
+    "FP8, prompts, OPT": lambda: prompts(64, 2, 2, FP32, is_fp8=True),
+    "FP8, prompts, Qwen3, bfloat16": lambda: prompts(128, 4, 2, BF16, turns=1.0, norms=True, is_fp8=True),
+    "FP8, prompts, Llama, keys and values alone": lambda: prompts(
+        64, 8, 2, FP32, turns=1.0, has_queries=False, is_fp8=True
+    ),
+    "FP8, ends": fp8_ends,
+    "FP8, rows": lambda: fp8_rows(FP32),
+    "FP8, rows, bfloat16": lambda: fp8_rows(BF16),
     "norm, OPT": lambda: add_norm(768, "layer", FP32, is_pre=True, bias=True),
     "norm, OPT, bfloat16": lambda: add_norm(2560, "layer", BF16, is_pre=True, bias=True),
     "norm, OPT-350m, float16": lambda: add_norm(1024, "layer", FP16, is_pre=False, bias=True),
@@ -530,6 +597,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decoder, OPT": lambda: decoder("opt"),
     "sharing, Llama": lambda: sharing("llama", num_new=2, lengths=(16, 18), is_joined=False),
     "decoder, OPT-350m": lambda: decoder("opt, norms behind"),
+    "FP8, decoder, Llama": lambda: decoder("llama", kv_cache_dtype="fp8", is_captured=True),
 }
 SLOW: dict[str, Callable[[], None]] = {
     "places, OPT": lambda: places(64, 2, 2, FP32, [5, 5, 5, 5]),
@@ -568,13 +636,33 @@ SLOW: dict[str, Callable[[], None]] = {
     "decoder, Gemma 3": lambda: decoder("gemma3", num_new=6),
     "lossless, Gemma 3": lambda: lossless("gemma3"),
     "decoder, StableLM": lambda: decoder("stablelm", num_new=6),
+    **{
+        f"FP8, decoder, {name}": partial(decoder, name, num_new=6, kv_cache_dtype="fp8", is_captured=True)
+        for name in ("opt", "qwen3", "gemma3", "stablelm", "smollm3, windows")
+    },
+    "FP8, decoder, Llama, SwiftKV": lambda: decoder("llama", num_new=6, swiftkv=True, kv_cache_dtype="fp8"),
+    "FP8, sharing, Llama": lambda: sharing("llama", kv_cache_dtype="fp8"),
+    "FP8, sharing, OPT, not captured": lambda: sharing("opt", kv_cache_dtype="fp8", is_captured=False),
 }
+
+
+def convert_as_devices(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """In place of the interpreter's conversion of numbers, which cuts FP8 off where devices round to the nearest, and
+    reads its NaN as 480."""
+    from_fp8, to_fp8 = (kind == tl.float8e4nv for kind in (source, target))
+    if not from_fp8 and not to_fp8:
+        return CONVERT(data, source, target, rounding)
+    types = {tl.float8e4nv: FP8, tl.float32: FP32, tl.bfloat16: BF16, tl.float16: FP16}
+    given = torch.from_numpy(np.ascontiguousarray(data))
+    numbers = given.view(types[source]).to(types[target])
+    return numbers.view(torch.uint8 if to_fp8 else {2: torch.int16, 4: torch.int32}[numbers.itemsize]).numpy()
 
 
 def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is chosen when Triton is imported"
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
+    interpreter._convert_float = convert_as_devices
     found = {}
     for name, case in (SLOW if "slow" in sys.argv else CASES).items():
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skipdecode.backends.rope import RotaryTables
-from skipdecode.config.model import Quantization
+from skipdecode.config.model import KVCacheDtype, Quantization
 from skipdecode.config.wrapped import Sublayers, WrappedConfig
 from skipdecode.kv.view import KVView, VariantView
 from skipdecode.model.decoder import Decoder
@@ -85,6 +85,7 @@ class WrappedDecoder(Decoder):
         self.config = config
         self.model: Any = model
         self.placement = self.packed_head = self.quantization = self.swiftkv = self.lm_head = None
+        self.has_fp8_cache = False
         self.hollow = HollowModel(model, config.num_hidden_layers)
         # past nn.Module, for which each layer would be there twice
         parts = config.sublayers or [None] * config.num_hidden_layers
@@ -133,7 +134,9 @@ class WrappedDecoder(Decoder):
     def head_into(self, h: Tensor, out: Tensor) -> Tensor:
         return out.copy_(self.head(h))
 
-    def pack(self, quantization: Quantization | None = None) -> Decoder:
+    def pack(self, quantization: Quantization | None = None, kv_cache_dtype: KVCacheDtype = "auto") -> Decoder:
+        if kv_cache_dtype != "auto":
+            raise ValueError(f"model.kv_cache_dtype: {kv_cache_dtype} is for families with kernels of ours")
         if quantization is not None:
             raise ValueError(f"model.quantization: {quantization} weights are for families with kernels of ours")
         return self

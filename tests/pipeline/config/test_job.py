@@ -18,7 +18,7 @@ from pipeline.config.job import ConfigError, DecodeConfig, JobConfig, build_conf
 from pipeline.config.tree import schedule_keys, section_of
 from pipeline.evaluation.calibrate import CalibrateConfig, calibrate
 from pipeline.evaluation.sweep import SweepConfig, run_sweep
-from pipeline.resolve_model import check_quantization
+from pipeline.resolve_model import check_kv_cache_dtype, check_quantization
 from pipeline.service.serve import load as load_serve_config
 from pipeline.training.config import FinetuneConfig, load_finetune_config
 from pipeline.training.distill import with_defaults
@@ -88,6 +88,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
     assert config["model"] == {
         "source": "models/opt-e2e", "adapter": None, "tokenizer": None, "dtype": "auto", "implementation": "auto",
         "quantization": None,
+        "kv_cache_dtype": "auto",
     }  # fmt: skip
     assert config["sampling"] == {
         "max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "stop": [],
@@ -351,6 +352,24 @@ def test_quantization_that_no_worker_could_load_is_refused() -> None:
     check_quantization("int8", replace(llama, head_dim=32), "bfloat16", "cpu", None)
     with pytest.raises(ConfigError, match=r"model\.quantization"):
         build_config(JobConfig, {"model": {"quantization": "int4"}})
+
+
+def test_fp8_that_no_worker_could_load_is_refused() -> None:
+    llama = released("llama-3.1-8b")
+    check_quantization("fp8", llama, "bfloat16", "cuda", None)
+    check_kv_cache_dtype("fp8", llama, "bfloat16", "cuda")
+    check_kv_cache_dtype("auto", llama, "float32", "cpu")
+    for dtype, device in (("bfloat16", "cpu"), ("float32", "cuda"), ("float16", "cuda")):
+        with pytest.raises(ConfigError, match=rf"model\.quantization: fp8 .* {dtype} on {device}; null"):
+            check_quantization("fp8", llama, dtype, device, None)
+        with pytest.raises(ConfigError, match=rf"model\.kv_cache_dtype: fp8 .* {dtype} on {device}; auto"):
+            check_kv_cache_dtype("fp8", llama, dtype, device)
+    with pytest.raises(ConfigError, match=r"model\.quantization: intermediate_size 40 .* multiple of 16"):
+        check_quantization("fp8", replace(llama, intermediate_size=40), "bfloat16", "cuda", None)
+    with pytest.raises(ConfigError, match=r"model\.kv_cache_dtype: .*do_layer_norm_before.*; auto"):
+        check_kv_cache_dtype("fp8", released("opt-350m"), "bfloat16", "cuda")
+    with pytest.raises(ConfigError, match=r"model\.kv_cache_dtype"):
+        build_config(JobConfig, {"model": {"kv_cache_dtype": "int8"}})
 
 
 def test_quantization_is_refused_before_any_work(tmp_path: Path) -> None:

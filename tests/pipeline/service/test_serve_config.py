@@ -120,6 +120,16 @@ def test_a_quantized_replica_is_told_where_it_may_run(monkeypatch: pytest.Monkey
         make_spec(load(CONFIG, [*given, "model.dtype=float32"], None, None).args)
 
 
+@pytest.mark.parametrize("key", ["quantization", "kv_cache_dtype"])
+def test_a_replica_with_fp8_runs_on_gpus(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.service.app.worker_path", lambda source, folder: source)  # it would start Ray
+    given = [f"model.source={DEMO}", f"model.{key}=fp8"]
+    config = make_spec(load(CONFIG, given, None, None).args).generator
+    assert (config.device, config.dtype, getattr(config, key)) == ("cuda", "bfloat16", "fp8")
+    with pytest.raises(ConfigError, match=rf"model\.{key}: .* float32 on cuda"):
+        make_spec(load(CONFIG, [*given, "model.dtype=float32"], None, None).args)
+
+
 def test_threads_are_counted_where_the_replica_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.service.app.worker_path", lambda source, folder: source)  # it would start Ray
     assert make_spec(load(CONFIG, [f"model.source={DEMO}"], None, None).args).generator.num_threads is None

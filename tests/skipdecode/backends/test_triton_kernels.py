@@ -58,11 +58,11 @@ def check_compiled(found: dict[str, Any]) -> None:
         # for sm_89 (L4) the assembler gives one kernel 72 registers and 8 bytes of stack, for a seventh program at once
         most = 16 if name.endswith("sm_89") else 0
         assert made["stack_bytes"] <= most, f"{name}: registers are spilled: {made}"
-        if name.startswith("store"):
+        if name.removeprefix("FP8, ").startswith("store"):
             continue  # a key of a head for a warp: nothing is read twice
         wide = made["loads"].get("16", 0)
         assert wide >= max(1, made["tile_loads"]), f"{name}: loads of less than 16 bytes: {made}"
-        if name.startswith("attention"):
+        if name.removeprefix("FP8, ").startswith("attention"):
             assert made["registers"] * 32 * made["warps"] <= MAX_REGISTERS, f"{name}: {made}"
             assert made["tile_loads"] >= 2
             assert made["shared_bytes"] <= 96 << 10, f"{name}: {made}"
@@ -71,7 +71,7 @@ def check_compiled(found: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_compiled_kernels_spill_nothing_and_load_in_vectors(tmp_path: Path) -> None:
     found = said_by("triton_compiled", tmp_path, "90", interpreted=False)
-    assert len(found) == 28
+    assert len(found) == 34
     check_compiled(found)
 
 

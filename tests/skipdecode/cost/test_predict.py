@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from skipdecode.cost.batch_sizes import ladder
+from skipdecode.cost.batch_sizes import ladder, rung_within
 from skipdecode.cost.gpu_specs import GPUS, gpu_named
 from skipdecode.cost.predict import (
     BANDWIDTH_REACHED,
@@ -94,3 +94,18 @@ def test_unknown_gpus_are_named() -> None:
     assert gpu_named("H100") is GPUS["h100"]
     with pytest.raises(ValueError, match=r"no GPU 'h900' .* l4, a100-40, a100, h100, h200"):
         gpu_named("h900")
+
+
+def test_fp8_by_hand() -> None:
+    """Keys, values and weights of a byte: twice the rows where these fill the memory, and of a step half the bytes."""
+    config, gpu = released("opt-6.7b"), GPUS["h100"]
+    full, small = FullDepth(config.num_hidden_layers), Workload(weight_itemsize=1, kv_itemsize=1)
+    columns = 256 + 512 - 1
+    per_row = 2 * 32 * (columns + 15) * 4096
+    weights = num_weights(config) + 2 * config.vocab_size * config.embed_dim  # the embedding stays beside the head
+    room = int(0.85 * gpu.memory_bytes) - weights
+    assert rows_that_fit(config, full, gpu.memory_bytes, 1, small) == rung_within(min(256, room // per_row))
+    plain_s, small_s = (step_s(config, full, gpu, work, rows=64) for work in (Workload(), small))
+    assert 0.5 < small_s / plain_s < 0.56
+    rows = predict_all(gpu, [("opt-6.7b", config)], small)
+    assert [row.num_gpus for row in rows] == [1, 1]

@@ -73,6 +73,19 @@ def test_weights_of_another_size_by_hand() -> None:
     assert [a.flops for a in plain] == [a.flops for a in small]
 
 
+def test_keys_and_values_of_another_size_by_hand() -> None:
+    """FP8: a byte for each that is read from the cache, and nothing else changes; half of the cache of a row."""
+    keys = {"rows": 3, "new_columns": 1, "context": 5, "itemsize": 2}
+    plain, small = (attention_cost(TINY, **keys, kv_itemsize=size) for size in (None, 1))
+    assert plain.cache_bytes == 2 * small.cache_bytes == 2 * 2 * 3 * 5 * TINY.kv_dim
+    assert plain.bytes - small.bytes == small.cache_bytes
+    assert plain.flops == small.flops
+    plan = LayerPlan(attn=(True, True), ffn=(True, True))
+    parts = [plan_parts(TINY, plan, **keys, kv_itemsize=size) for size in (None, 1)]
+    gained = [a.bytes - b.bytes for a, b in zip(*parts, strict=True)]
+    assert gained == [small.cache_bytes, 0, small.cache_bytes, 0, 0]
+
+
 def test_head_by_hand() -> None:
     cost = head_cost(TINY, rows=3, itemsize=2)
     assert cost.flops == 3 * 2 * 4 * 10

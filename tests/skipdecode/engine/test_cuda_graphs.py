@@ -155,7 +155,8 @@ def test_160_batches_ask_for_at_most_234_graphs(layers: int, monkeypatch: pytest
     worker = object.__new__(Generator)
     worker.config = GeneratorConfig("nobody's", {"method": "skipdecode", "speedup": 2}, baseline_fraction=0.05)
     worker.full = FullDepth(layers)
-    worker.model = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32)  # type: ignore[assignment]
+    types = {"dtype": torch.float32, "kv_dtype": torch.float32}
+    worker.model = SimpleNamespace(config=config, device=torch.device("cpu"), **types)  # type: ignore[assignment]
     worker.graphs = graphs = CudaGraphs(worker.model, 1 << 28, captures=FakeCaptures())
     worker._capture_graphs()
     assert 100 < graphs.num_captured == graphs.num_graphs <= 234

@@ -114,6 +114,24 @@ def test_swiftkv() -> None:
         assert kernels[0]["attend_kernel"] == 4
 
 
+def test_fp8() -> None:
+    """Keys, values and weights: four kernels more in a layer, which round the inputs of its products; the cache has
+    half the bytes."""
+    with fake_cuda() as fake:
+        plain = fake_model("llama-3.1-8b", layers=4)
+        model = fake_model("llama-3.1-8b", layers=4, quantization="fp8", kv_cache_dtype="fp8")
+        schedule = SkipDecode(4, 4, 2, 1, 2)
+        few, many = reversed(decode(fake, model, schedule))
+        assert (sum(many.values()) - sum(few.values())) / 2 == 8 + 4, (many, few)
+        assert many["attend_kernel"] == 4
+        assert many["rows_in_fp8_kernel"] == many["_scaled_mm"] == 4 * 4 + 1
+        of_plain, cache = (prefilled(own, requests_for(), schedule)[0] for own in (plain, model))
+        assert of_plain.nbytes == 2 * cache.nbytes
+        graphs = CudaGraphs(model, 1 << 30, max_rows=8, captures=FakeCaptures())
+        graphs.capture_all(plans_of([schedule], 4), rows=[6])
+        assert graphs.failure is None
+
+
 def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:
     with fake_cuda() as fake:
         model, schedule = fake_model("opt-1.3b", layers=2), FullDepth(2)
