@@ -49,6 +49,7 @@ class RunningBatch:
     def step(self) -> None:
         self.all_tickets = self.tickets
         self.batch.step()
+        self.batch.stats.batch_rows.clear()  # of each step: a batch may run for days
 
 
 class ContinuousScheduler(Scheduler):

@@ -32,6 +32,7 @@ class Delivery:
 class AnswerBox:
     def __init__(self) -> None:
         self._windows: dict[str, asyncio.Future[Delivery]] = {}
+        self._loads_model: str | None = None
 
     async def open(self, key: str) -> None:
         """A worker is about to hand over the window of that key."""
@@ -55,6 +56,17 @@ class AnswerBox:
     async def close(self, key: str) -> None:
         """Nobody waits for the answers any more."""
         self._windows.pop(key, None)
+
+    async def may_load(self, worker: str) -> bool:
+        """Whether the worker may load the model, which it has to say `has_dropped` of: one of the run at a time does. A
+        worker that dies with it is started again under its name."""
+        self._loads_model = self._loads_model or worker
+        return self._loads_model == worker
+
+    async def has_dropped(self, worker: str) -> None:
+        """The worker has the model no more."""
+        if self._loads_model == worker:
+            self._loads_model = None
 
 
 def start_answer_box() -> ActorHandle:

@@ -107,7 +107,7 @@ class DecodeStage:
             for point in ("load", "load again") if is_restart else ("load",):
                 fault_point(point)
             if self._endpoint is not None:
-                return EndpointModel(self._endpoint, config, self._report_exit)
+                return EndpointModel(self.worker, self._endpoint, config, self._report_exit)
             return self.model_class(config, self._report_exit)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

@@ -6,11 +6,12 @@ those of a window whose replica died meanwhile, suspects of having ended a worke
 row that ends its process ends one replica, and after that the worker, as in any run.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import ray
 from ray import serve
@@ -27,6 +28,9 @@ from pipeline.stages.model_thread import ModelThread
 from skipdecode.engine.generate import ShouldContinue, always
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 HAND_OVER_S = 60.0  # for a replica to take a window; it may have to compile grammars
 LOOK_S = 5.0  # between two looks whether the replica lives
@@ -73,11 +77,13 @@ class SharedEndpoint:
 class EndpointModel:
     """What `WindowDecoder` needs of a model, by way of an endpoint."""
 
-    def __init__(self, endpoint: SharedEndpoint, config: GeneratorConfig, report_exit: Callable[[str], None]) -> None:
+    def __init__(
+        self, worker: str, endpoint: SharedEndpoint, config: GeneratorConfig, report_exit: Callable[[str], None]
+    ) -> None:
         """`config`, `report_exit`: as of `ModelThread`, for rows that are decoded here."""
+        self._worker = worker
         self._handle, self._terms, self._answers = endpoint.name.handle(), endpoint.terms, endpoint.answers
         self._config, self._report_exit = config, report_exit
-        self._own: ModelThread | None = None
         self._num_windows = 0
 
     def record(self) -> ModelRecord:
@@ -99,8 +105,8 @@ class EndpointModel:
         return [list(requests)]
 
     def check(self) -> None:
-        """As `ModelThread.check`, of the model that is loaded here."""
-        self._local().check()
+        """As `ModelThread.check`, by a model that is loaded here."""
+        self._with_model(lambda model: model.check())
 
     def decode(
         self, requests: Sequence[Request], may_measure: bool = True, should_continue: ShouldContinue = always
@@ -116,15 +122,19 @@ class EndpointModel:
         return result
 
     def decode_alone(self, requests: Sequence[Request]) -> WindowResult:
-        """By the model that is loaded here: a row may end its process."""
+        """By a model that is loaded here: a row may end its process."""
         for request in requests:
             fault_point(f"decode alone {request.id}")
-        return self._local().decode(requests, may_measure=False)
+        return self._with_model(lambda model: model.decode(requests, may_measure=False))
 
-    def _local(self) -> ModelThread:
-        """The model, loaded in this process."""
-        self._own = self._own or ModelThread(self._config, self._report_exit)
-        return self._own
+    def _with_model(self, work: Callable[[ModelThread], T]) -> T:
+        """Loads the model, and drops it again: the machine may have memory for one beside those of the replicas."""
+        while not ray.get(self._answers.may_load.remote(self._worker)):
+            time.sleep(RETRY_S)
+        try:
+            return work(ModelThread(self._config, self._report_exit))
+        finally:
+            self._answers.has_dropped.remote(self._worker)
 
     def _by_endpoint(self, requests: Sequence[Request]) -> "Sequence[Answer | None]":
         """The answers of a replica; None for rows that it has refused, or all if it has died."""
@@ -136,8 +146,9 @@ class EndpointModel:
                 delivery = self._await_answers(key, replica.result(timeout_s=HAND_OVER_S))
             except ray.exceptions.RayActorError:
                 return [None] * len(requests)
-            except (ray.exceptions.RayTaskError, RayServeException, TimeoutError):
-                delivery = None  # it starts, stops, or its engine has ended; a window that it did take is dropped there
+            except (ray.exceptions.RayTaskError, RayServeException, TimeoutError) as error:
+                delivery = None  # it starts, stops, or its engine has ended; if it did take the window, it drops it
+                logger.warning("the endpoint has not taken a window: %s", error)
             finally:
                 self._answers.close.remote(key)
             if delivery is not None and delivery.answers is not None:
