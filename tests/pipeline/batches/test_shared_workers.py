@@ -10,17 +10,21 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from ray import serve
 
 from pipeline.demo.restaurant_prompts import make_prompts
+from pipeline.service.app import bind_application, make_spec
+from pipeline.service.serve import load, running
 from pipeline.store.run_folder import BATCH_FILES
 from tests.support.batch_helpers import KEY, answers_of, client_of, jsonl, line, storage_of, wait_for_batch
 from tests.support.processes import command, descendants, environment, hits, rows, run, titles, wait_for
-from tests.support.service_helpers import DECODE, DEMO, Offline, Served, served
+from tests.support.service_helpers import DECODE, DEMO, Offline, Served, free_port, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
@@ -205,3 +209,25 @@ def test_a_poison_row_ends_one_replica_and_fails_alone(tmp_path: Path) -> None:
         assert [(one["custom_id"], one["code"]) for one in errors] == [("row-21", "poison_row")]
         assert len(output) == 59
         assert hits(tmp_path).count("decode in background row-21") == 1
+
+
+def test_a_replica_that_stops_gives_its_rows_back(tmp_path: Path) -> None:
+    """Ray Serve stops one of two: no window waits for it, and no worker loads the model."""
+    schedule = ", ".join(f"{key}: {value}" for key, value in DECODE.items())
+    keys = [f"model.source={DEMO}", "model.dtype=float32", f"decode={{{schedule}}}", "auth.open_on_loopback=true"]
+    file = load("configs/serve.yaml", [*keys, *SHARED, f"storage.path={tmp_path / 'storage'}"], None, free_port())
+    two, one = ({**file.deployment, "num_replicas": count} for count in (2, 1))
+    with running(replace(file, deployment=two)) as url:
+        client = openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0, timeout=60)
+        batch = create(client, good_lines(400))
+        wait_for(lambda: completed(client, batch) >= 32)
+        serve.run(bind_application(make_spec(file.args), one), name=file.name, route_prefix=file.route_prefix)
+        done, _ = wait_for_batch(client, batch.id)
+        assert done.status == "completed"
+        output, errors = answers_of(client, done)
+    assert errors == []
+    check_greedy(output, 400)
+    (report,) = (tmp_path / "storage").rglob("report.json")
+    figures = json.loads(report.read_text())
+    assert figures["prefill_s"] == figures["decode_s"] == 0, "a worker has decoded"
+    assert len(figures["actors"]) == 6
