@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.checkpoint.grammar_trial import LARGE_CHARS, is_risky, try_compile
 from skipdecode.config.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -19,17 +20,19 @@ if TYPE_CHECKING:
 
 WHITESPACE = "[ ]?"
 MAX_REASON_CHARS = 500
-MAX_COMPILED = 256
-"""Grammars that are kept compiled."""
+MAX_LINE_CHARS = 120
+MAX_COMPILED, MAX_LARGE = 256, 8
+"""Grammars that are kept compiled. A large one may take 100 MB."""
 
 
 class GrammarTooComplex(RuntimeError):
-    """The library gives a grammar up in the middle of an answer, whose parser would need too much memory or time."""
+    """An answer cannot go on: the library gives its grammar up, whose parser would need too much memory or time, or no
+    token may follow."""
 
     def __init__(self, row: str, reason: str) -> None:
         """`row`: the id of the answer's row."""
         super().__init__(f"row {row!r}: structured_outputs: {reason}")
-        self.row = row
+        self.row, self.reason = row, reason
 
 
 class GrammarMatcher:
@@ -71,6 +74,8 @@ class GrammarMatcher:
         if not self.is_complete:  # a token that ends answers may have a text, too
             for token in self._ends:
                 bits.view("uint8")[token >> 3] &= ~(1 << (token & 7)) & 255
+            if not bits.any():
+                raise GrammarTooComplex(self._row, "no token of the model goes on as the grammar wants")
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -132,20 +137,35 @@ class GrammarCompiler:
 
         self._llguidance, self._ends = llguidance, ends
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=ends)
-        self.compile = lru_cache(MAX_COMPILED)(self._compile)
+        self._num_words = -(-vocab_size // 32)
+        self._small, self._large = (lru_cache(most)(self._compile) for most in (MAX_COMPILED, MAX_LARGE))
 
-    def _compile(self, asked: StructuredOutputs) -> Grammar:
+    def compile(self, asked: StructuredOutputs) -> Grammar:
         """ValueError with the library's reason for a constraint that cannot be kept."""
-        matcher_class = self._llguidance.LLMatcher
+        made = (self._large if len(asked.text) > LARGE_CHARS else self._small)(asked)
+        if isinstance(made, str):
+            raise ValueError(f"structured_outputs.{asked.kind}: {made}")
+        return made
+
+    def _compile(self, asked: StructuredOutputs) -> Grammar | str:
+        """The grammar, or why there is none: a bad one is compiled no more often than a good one."""
+        import numpy as np
+
         try:
-            matcher = matcher_class(self._tokenizer, self._source(asked), log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # expressions are built where they are needed
+            source = self._source(asked)
+            if is_risky(asked.text):
+                try_compile(source)
+            matcher = self._llguidance.LLMatcher(self._tokenizer, source, log_level=0)
         except ValueError as error:
-            raise ValueError(f"structured_outputs.{asked.kind}: {_reason(str(error))}") from error
+            return _reason(str(error))
         if matcher.is_error():
-            raise ValueError(f"structured_outputs.{asked.kind}: {_reason(matcher.get_error())}")
-        return Grammar(matcher, self._ends)
+            return _reason(matcher.get_error())
+        grammar = Grammar(matcher, self._ends)
+        try:  # expressions are built where they are needed
+            GrammarMatcher(matcher, self._ends, "").fill(np.zeros(self._num_words, np.int32))
+        except GrammarTooComplex as error:
+            return error.reason
+        return grammar
 
     def _source(self, asked: StructuredOutputs) -> str:
         """The grammar in the library's form."""
@@ -158,9 +178,16 @@ class GrammarCompiler:
             return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
         if asked.kind == "regex":
             return str(matcher.grammar_from_regex(asked.text))
+        if asked.kind == "choice":  # one expression: as rules of the parser more than 2,000 would be too many
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(asked.text))
+            return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
         return str(self._llguidance.grammar_from(asked.kind, asked.text))
 
 
 def _reason(message: str) -> str:
-    """The library's message without the state of the parser, cut short."""
-    return " ".join(message.partition("<state>")[0].split())[:MAX_REASON_CHARS]
+    """The library's message without the state of the parser; long lines, which quote the constraint, are cut short."""
+    lines = [" ".join(line.split()) for line in message.partition("<state>")[0].splitlines()]
+    if "NoExtensionBias" in lines:
+        return "no text matches it"
+    short = (line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..." for line in lines if line)
+    return " ".join(short)[:MAX_REASON_CHARS]

@@ -23,9 +23,9 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
-        """From the object that configurations and vLLM's requests have; null values count as absent. ValueError says
-        what is wrong with it, and whether its grammar compiles is another matter."""
-        given = {name: own for name, own in value.items() if own is not None and own is not False}
+        """From the object that configurations and vLLM's requests have; null counts as absent, and false where it is no
+        schema. ValueError says what is wrong with it, and whether its grammar compiles is another matter."""
+        given = {name: own for name, own in value.items() if own is not None and (own is not False or name == "json")}
         if unknown := sorted(set(given) - set(KINDS)):
             raise ValueError(f"{unknown[0]!r} is not known; give one of {', '.join(KINDS)}")
         if len(given) != 1:

@@ -3,6 +3,7 @@ rows without a structure are what they are alone. Random models: what they write
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipdecode.checkpoint.grammar import fill_all
+from skipdecode.checkpoint import grammar_trial
+from skipdecode.checkpoint.grammar import GrammarTooComplex, fill_all
+from skipdecode.checkpoint.grammar_trial import is_risky
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.config.sampling import Sampling
+from skipdecode.config.structured_outputs import StructuredOutputs
 from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.engine.request import Request
 from skipdecode.model.decoder import Decoder
@@ -165,6 +169,9 @@ def test_random_schemas(
         ({"regex": "["}, "structured_outputs.regex: "),
         ({"regex": "(?=a)b"}, "structured_outputs.regex: "),
         ({"grammar": "start: nothing"}, "structured_outputs.grammar: "),
+        ({"grammar": 'start: start "a"'}, "structured_outputs.grammar: no text matches it"),
+        ({"json": {"$ref": "#"}}, "structured_outputs.json: no text matches it"),
+        ({"json": False}, 'structured_outputs.json: Unimplemented keys: ["not"]'),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(tokenizer: Tokenizer, structure: dict[str, Any], message: str) -> None:
@@ -174,6 +181,69 @@ def test_what_cannot_be_compiled_is_refused(tokenizer: Tokenizer, structure: dic
         tokenizer.grammars.compile(asked)
     assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 600
+
+
+def test_the_reason_is_told_whatever_the_length_of_what_it_quotes(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="look-around, including look-ahead and look-behind, is not supported"):
+        tokenizer.grammars.compile(StructuredOutputs("regex", "a" * 5000 + "(?=b)"))
+
+
+def chained(number: int) -> dict[str, Any]:
+    """A schema whose definitions refer to each other, so many deep."""
+    steps = {f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(number)}
+    return {"$defs": steps | {f"d{number}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+RULES = "".join(f"r{n}: r{n + 1}\n" for n in range(10_000))
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "definitions": ({"json": chained(2_000)}, "follow each other too deeply"),
+    "rules": ({"grammar": f'start: r0\n{RULES}r10000: "a"'}, "follow each other too deeply"),
+    "patterns": ({"json": {"allOf": [{"pattern": f"a{n}"} for n in range(100)]}}, "takes more than 1 s"),
+    "expressions": (
+        {"grammar": "start: A\nA: " + " & ".join(f"/.*{n}.*/" for n in range(400))},
+        "takes more than 1 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_end_the_process_or_take_minutes_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Tried in a process of its own, once."""
+    monkeypatch.setattr(grammar_trial, "TRIAL_S", 1)
+    structure, reason = BOMBS[name]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=reason):
+            tokenizer.grammars.compile(StructuredOutputs.of(structure))
+        monkeypatch.setattr(sys, "executable", "/no/such/file")  # for another trial
+
+
+def test_a_large_schema_that_is_harmless_compiles(tokenizer: Tokenizer) -> None:
+    """It is tried first, as every large one."""
+    dates = {f"d{n}": {"type": "string", "format": "date-time", "description": "z" * 2000} for n in range(9)}
+    asked = StructuredOutputs.of({"json": {"type": "object", "properties": dates} | chained(100)})
+    assert is_risky(asked.text)
+    tokenizer.grammars.compile(asked)
+    assert not is_risky(json.dumps(STRUCTURES))
+
+
+def test_an_answer_may_be_one_of_thousands_of_texts(model: Decoder, tokenizer: Tokenizer) -> None:
+    (prompt,) = random_prompts([4], seed=1)
+    choices = [f"number {n}" for n in range(4000)]
+    own = [request(str(n), prompt, sampling({"choice": choices}, temperature=1.0), tokenizer) for n in range(4)]
+    made = generate(model, own, FULL).completions
+    assert all(row.is_valid and tokenizer.decode(row.tokens) in choices for row in made)
+
+
+def test_a_grammar_without_a_next_token_fails_its_row_by_name(model: Decoder, tokenizer: Tokenizer) -> None:
+    """It wants the token that ends answers in the middle of one."""
+    (prompt,), end = random_prompts([4], seed=1), min(model.config.eos_token_ids)
+    with pytest.raises(ValueError, match="no token of the model goes on"):
+        request("0", prompt, sampling({"grammar": f'start: <[{end}]> "a"'}), tokenizer)
+    row = request("dead", prompt, sampling({"grammar": f'start: "b" <[{end}]> "a"'}), tokenizer)
+    with pytest.raises(GrammarTooComplex, match="row 'dead': structured_outputs: no token of the model goes on"):
+        generate(model, [row], FULL)
 
 
 @pytest.mark.parametrize(
