@@ -105,8 +105,8 @@ def _executor(num_threads: int) -> Any:
 class Grammar:
     """A compiled constraint, which answers may share."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self._start, self._ends = matcher, ends
+    def __init__(self, matcher: Any, tokenizer: Any, ends: Sequence[int]) -> None:
+        self._start, self._tokenizer, self._ends = matcher, tokenizer, ends
 
     def matcher(self, row: str = "") -> GrammarMatcher:
         """At the beginning of the answer of a row, of which errors tell the id."""
@@ -120,6 +120,10 @@ class Grammar:
             return matcher.accept(text) == len(text) and matcher.is_complete
         except GrammarTooComplex:
             return False
+
+    def matches_text(self, text: str) -> bool:
+        """Whether the text is one of the grammar, in whatever tokens."""
+        return self.matches(self._tokenizer.greedy_tokenize(text))
 
 
 class GrammarCompiler:
@@ -160,7 +164,7 @@ class GrammarCompiler:
             return _reason(str(error))
         if matcher.is_error():
             return _reason(matcher.get_error())
-        grammar = Grammar(matcher, self._ends)
+        grammar = Grammar(matcher, self._tokenizer, self._ends)
         try:  # expressions are built where they are needed
             GrammarMatcher(matcher, self._ends, "").fill(np.zeros(self._num_words, np.int32))
         except GrammarTooComplex as error:

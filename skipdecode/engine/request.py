@@ -7,7 +7,7 @@ A row ends at EOS or another token that stops it, at a stop string, in a loop (`
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from skipdecode.checkpoint.detokenizer import StopStringSearch
+from skipdecode.checkpoint.detokenizer import StopStringSearch, answer_text
 from skipdecode.checkpoint.grammar import Grammar
 from skipdecode.config.sampling import RepetitionDetection, Sampling
 from skipdecode.engine.results import Completion, TokenLogprobs
@@ -56,6 +56,8 @@ class Row:
         """One entry per token if requested; may have surplus entries once the row has ended."""
         self.finish_reason: str | None = None
         self._scan: StopStringSearch | None = None
+        self._cut_text: str | None = None
+        """What a stop string leaves of an answer that should have a structure."""
         detection = request.sampling.repetition_detection
         self._loops = None if detection is None else RepetitionSearch(detection)
 
@@ -65,9 +67,15 @@ class Row:
 
     @property
     def is_valid(self) -> bool | None:
-        """Whether the tokens so far are all that the request's grammar asks for; None without one."""
-        grammar = self.request.grammar
-        return None if grammar is None else grammar.matches(self.tokens)
+        """Whether the text so far, without what stops it, is all that the request's grammar asks for; None without
+        one."""
+        grammar, tokens = self.request.grammar, self.tokens
+        if grammar is None:
+            return None
+        if self._cut_text is not None:
+            return grammar.matches_text(self._cut_text)
+        is_stopped = bool(tokens) and tokens[-1] in self.request.sampling.stop_token_ids
+        return grammar.matches(tokens[:-1] if is_stopped else tokens)
 
     def take(self, new: Sequence[int], eos: Collection[int], decode: DecodeText | None) -> None:
         """Appends tokens made on the device, up to the one that ends the row. Raises InvalidLogits for what is no
@@ -83,6 +91,8 @@ class Row:
             is_end = (token in eos and not sampling.ignore_eos) or token in sampling.stop_token_ids
             if is_end or (self._scan is not None and self._scan.push(token)):
                 self.finish_reason = "stop"
+                if not is_end and decode is not None and self.request.grammar is not None:
+                    self._cut_text = answer_text(self.tokens, "stop", sampling, decode)
                 return
             is_loop = self._loops is not None and self._loops.push(self.tokens)
             if is_loop and sampling.min_new_tokens <= len(self.tokens) < sampling.max_new_tokens:

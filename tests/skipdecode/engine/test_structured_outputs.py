@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.checkpoint import grammar_trial
+from skipdecode.checkpoint.detokenizer import answer_text
 from skipdecode.checkpoint.grammar import GrammarTooComplex, fill_all
 from skipdecode.checkpoint.grammar_trial import is_risky
 from skipdecode.checkpoint.tokenizer import Tokenizer
@@ -279,6 +280,28 @@ def test_masks_by_several_threads_are_those_of_one(tokenizer: Tokenizer, model: 
     assert np.array_equal(one, several)
     assert (one[3] == -1).all()
     assert all((one[row] != -1).any() and (one[row] != 0).any() for row in matchers)
+
+
+def test_what_a_stop_string_or_token_leaves_is_judged(model: Decoder, tokenizer: Tokenizer) -> None:
+    """Though all tokens together have the structure, in the first row and the third."""
+    (prompt,), (semicolon,) = random_prompts([4], seed=1), tokenizer.encode_rendered([";"])[0]
+    asked: list[tuple[str, dict[str, Any], str, bool]] = [
+        ("[0-9]{2};", {"stop": (";",)}, "[0-9]{2}", False),
+        ("[0-9]{2};?[0-9]", {"stop": (";",), "logit_bias": ((semicolon, 100.0),)}, "[0-9]{2}", False),
+        ("[0-9]{2};", {"stop_token_ids": (semicolon,)}, "[0-9]{2}", False),
+        ("[0-9]{2}(;[0-9])?", {"stop": (";",), "logit_bias": ((semicolon, 100.0),)}, "[0-9]{2}", True),
+        ("[0-9]{2}(;[0-9])?", {"stop_token_ids": (semicolon,), "logit_bias": ((semicolon, 100.0),)}, "[0-9]{2}", True),
+    ]
+    rows = [
+        request(str(n), prompt, sampling({"regex": regex}, **own), tokenizer)
+        for n, (regex, own, _, _) in enumerate(asked)
+    ]
+    made = generate(model, rows, FULL, decode_text=tokenizer.decode).completions
+    for row, own, (regex, _, left, valid) in zip(made, rows, asked, strict=True):
+        text = answer_text(row.tokens, row.finish_reason, own.sampling, tokenizer.decode)
+        assert row.finish_reason == "stop"
+        assert re.fullmatch(left, text), (regex, text)
+        assert row.is_valid == valid == (re.fullmatch(regex, text) is not None)
 
 
 @pytest.mark.parametrize("key", ["ignore_eos", "min_new_tokens"])
