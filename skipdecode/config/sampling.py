@@ -11,6 +11,7 @@ from skipdecode.config.structured_outputs import StructuredOutputs
 MAX_BIAS = 100.0  # OpenAI
 MAX_PENALTY = 2.0  # OpenAI: presence and frequency, in both directions
 MAX_PATTERN_TOKENS = 1024
+MAX_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Sampling:
             ),
         ):
             if not is_valid:
-                raise ValueError(f"{name}: must be {wanted}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name}: must be {wanted}, got {_shown(getattr(self, name))}")
         if self.structured_outputs is not None:
             for name in ("ignore_eos", "min_new_tokens"):
                 if getattr(self, name):
@@ -168,11 +169,11 @@ class Sampling:
 def bias_pairs(value: object) -> tuple[tuple[int, float], ...]:
     """`Sampling.logit_bias` from a mapping whose keys are token ids or, as in JSON, their text."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias: must be an object of token ids and biases, got {value!r}")
+        raise ValueError(f"logit_bias: must be an object of token ids and biases, got {_shown(value)}")
     pairs: dict[int, float] = {}
     for key, bias in value.items():
         if not isinstance(key, int) and not (isinstance(key, str) and key.isascii() and key.isdigit()):
-            raise ValueError(f"logit_bias: must have token ids as keys, got {key!r}")
+            raise ValueError(f"logit_bias: must have token ids as keys, got {_shown(key)}")
         pairs[int(key)] = bias
     return tuple(sorted(pairs.items()))
 
@@ -183,10 +184,16 @@ def _detection(value: Mapping[str, Any]) -> RepetitionDetection:
     except TypeError as error:
         known = ", ".join(field.name for field in fields(RepetitionDetection))
         raise ValueError(
-            f"repetition_detection: needs max_pattern_size, and knows {known}; got {dict(value)}"
+            f"repetition_detection: needs max_pattern_size, and knows {known}; got {_shown(dict(value))}"
         ) from error
     except ValueError as error:
         raise ValueError(f"repetition_detection.{error}") from error
+
+
+def _shown(value: object) -> str:
+    """A value in an error message, cut short."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
 def is_unicode(text: str) -> bool:

@@ -164,6 +164,7 @@ def test_what_asks_for_the_answer_is_never_cut_off_a_chat(config: TokenizeConfig
         ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
         ({"min_new_tokens": 9}, "min_new_tokens: must be at most max_new_tokens (8), got 9"),
         ({"stop": [5]}, "stop: must be texts that are not empty, got (5,)"),
+        ({"stop": ["a" * 5000, 5]}, "stop: must be texts that are not empty, got ('aaa"),
         ({"logit_bias": {"100000": 1}}, "logit_bias: token 100000 is not in the vocabulary of 320 tokens"),
         ({"logit_bias": [1]}, "logit_bias: must be an object of token ids and biases, got [1]"),
         ({"stop_token_ids": ["</s>"]}, "stop_token_ids: must be token ids, got ('</s>',)"),
@@ -178,6 +179,7 @@ def test_parameters_of_a_row_that_cannot_be_used_fail_it_alone(
     got = tokenize(table(2, _sampling=[json.dumps(own), None]), config=config).to_pylist()
     assert [row["error_code"] for row in got] == ["bad_parameters", ""]
     assert got[0]["error_message"].startswith(message)
+    assert len(got[0]["error_message"]) < 300
 
 
 @pytest.mark.parametrize("scores", [{"echo": True}, {"prompt_logprobs": True}, {"echo": True, "prompt_logprobs": True}])
