@@ -120,13 +120,8 @@ class Generator:
 
     @property
     def precision(self) -> str:
-        """The numeric format for display: `bfloat16`, or `bfloat16, int8 weights`."""
-        parts = [dtype_name(self.dtype)]
-        if self.config.quantization is not None:
-            parts.append(f"{self.config.quantization} weights")
-        if self.config.kv_cache_dtype != "auto":
-            parts.append(f"{self.config.kv_cache_dtype} keys and values")
-        return ", ".join(parts)
+        """The numeric formats for display."""
+        return self.config.precision(dtype_name(self.dtype))
 
     @property
     def why_slow(self) -> str | None:

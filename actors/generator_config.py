@@ -40,3 +40,12 @@ class GeneratorConfig:
     """Capture decode steps as CUDA graphs, whose caches then take the whole share."""
     require_kernels: bool = False
     """Refuse to load where decoding would be slower than it could (`Generator.why_slow`)."""
+
+    def precision(self, dtype: str) -> str:
+        """The numeric formats of a model in `dtype` for display: `bfloat16`, or `bfloat16, int8 weights`."""
+        parts = [dtype]
+        if self.quantization is not None:
+            parts.append(f"{self.quantization} weights")
+        if self.kv_cache_dtype != "auto":
+            parts.append(f"{self.kv_cache_dtype} keys and values")
+        return ", ".join(parts)

@@ -29,7 +29,7 @@ from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed, Found, LimitReached, not_run
 from benchmarks.gpu.corpus import check_corpus
 from benchmarks.gpu.decoding_checks import SMALL, check_batches, check_captures, check_larger, check_speed, check_tokens
-from benchmarks.gpu.job_checks import check_resume
+from benchmarks.gpu.job_checks import check_resume, check_workers
 from benchmarks.gpu.machine_checks import check_device, check_kernels, nvidia_smi
 from benchmarks.gpu.method_checks import SMALL_GROUPED, check_grouped, check_prefixes, check_sampled, check_swiftkv
 from benchmarks.gpu.overlap import check_overlap
@@ -37,7 +37,7 @@ from benchmarks.gpu.predictions import PLANNED
 from benchmarks.gpu.replays import check_replays
 from benchmarks.gpu.soak import check_soak
 from benchmarks.gpu.subprocess_checks import check_job, check_lane, check_sanitizer
-from benchmarks.gpu.transformers_checks import check_exact, check_peers, check_wrapped
+from benchmarks.gpu.transformers_checks import check_exact, check_generate_batch, check_peers, check_wrapped
 from skipdecode.backends import device
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.torch_kernels import TorchKernels
@@ -65,9 +65,11 @@ CHECKS: dict[str, Check] = {
     "exact": check_exact,
     "wrapped": check_wrapped,
     "peers": check_peers,
+    "generate_batch": check_generate_batch,
     "sanitizer": check_sanitizer,
     "job": check_job,
     "resume": check_resume,
+    "workers": check_workers,
 }
 NEEDS = dict.fromkeys(("batches", "replays", "speed", "sampled"), "captures")
 """Checks of the model that another one builds."""
@@ -169,7 +171,7 @@ def table(document: Document, wanted: Iterable[str]) -> list[str]:
         why = found.get("not_run") if isinstance(found, dict) else None
         state = "WRONG" if name in wrong else "left" if name not in seconds else "well" if why is None else "not run"
         took = f"{seconds[name]:7.1f} s" if name in seconds else " " * 9
-        lines.append(f"{name:10} {state:8} {took}  {wrong.get(name) or why or ''}".rstrip())
+        lines.append(f"{name:14} {state:8} {took}  {wrong.get(name) or why or ''}".rstrip())
     return lines
 
 
@@ -209,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     wanted = chosen_checks(arguments.only, arguments.skip)
     if arguments.list:
-        print("\n".join(f"{name:10} {PLANNED[name].limit_s:4g} s  {PLANNED[name].prediction}" for name in wanted))
+        print("\n".join(f"{name:14} {PLANNED[name].limit_s:4g} s  {PLANNED[name].prediction}" for name in wanted))
         return 0
     if arguments.dry_run:
         found = run_checks(dry_context(), wanted, log, keep_going=arguments.keep_going)

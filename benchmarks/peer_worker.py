@@ -8,9 +8,11 @@ An engine that waits is stopped (SIGSTOP): some poll (vLLM's worker), and take a
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -29,9 +31,17 @@ class PeerError(RuntimeError):
 class Contestant:
     """The engine of `spec`, loaded under `python`. PeerError where that fails. Use as a context manager."""
 
-    def __init__(self, spec: Spec, python: str = sys.executable) -> None:
-        self.name, self._ends = spec.name, spec.ends
-        command = [python, "-m", "benchmarks.peer_worker", json.dumps(asdict(spec))]
+    def __init__(
+        self,
+        spec: Spec,
+        python: str = sys.executable,
+        *,
+        limit_s: float | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """`limit_s`: when its process is killed at the latest. `memory_bytes`: what that may allocate on the host."""
+        self.name, self._ends, self._limit_s = spec.name, spec.ends, limit_s
+        command = [python, "-m", "benchmarks.peer_worker", json.dumps(asdict(spec)), str(memory_bytes or 0)]
         try:
             # A group of its own can be stopped; should this process die, the kernel wakes the group and hangs it up.
             self._process = subprocess.Popen(
@@ -40,6 +50,11 @@ class Contestant:
         except OSError as error:
             raise PeerError(f"cannot start its interpreter: {error}") from error
         self.pid = self._process.pid
+        self._is_late = False
+        self._timer = threading.Timer(limit_s or 0, self._end_late)
+        if limit_s is not None:
+            self._timer.daemon = True
+            self._timer.start()
         try:
             self.facts: dict[str, Any] = self._receive()["ready"]
         except BaseException:
@@ -70,6 +85,7 @@ class Contestant:
 
     def close(self) -> None:
         """Ends the process and all that it has started."""
+        self._timer.cancel()
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -78,6 +94,10 @@ class Contestant:
             self._process.wait(END_TIMEOUT_S)
         self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -89,17 +109,20 @@ class Contestant:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise PeerError("its process died") from error
+            raise PeerError(self._why_dead()) from error
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise PeerError("its process died")
+            raise PeerError(self._why_dead())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])
         return answer
+
+    def _why_dead(self) -> str:
+        return f"it did not end within {self._limit_s:g} s" if self._is_late else "its process died"
 
 
 def serve(spec: Spec, orders: TextIO, answers: TextIO) -> None:
@@ -119,6 +142,8 @@ def serve(spec: Spec, orders: TextIO, answers: TextIO) -> None:
             answer({"seconds": time.perf_counter() - start, "tokens": tokens})
     except ImportError as error:
         answer({"error": f"not installed here: {error}"[:500]})
+    except MemoryError:
+        answer({"error": "it needs more memory than it may take"})
     except Exception as error:  # whatever a peer raises: the others go on
         answer({"error": f"{type(error).__name__}: {error}"[:500]})
 
@@ -126,6 +151,8 @@ def serve(spec: Spec, orders: TextIO, answers: TextIO) -> None:
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # what engines print must not get between the answers
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if (most := int(sys.argv[2])) > 0:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     serve(Spec(**json.loads(sys.argv[1])), sys.stdin, answers)
 
 

@@ -1,4 +1,4 @@
-"""The check `resume`: a job on Ray that is killed and resumed."""
+"""The checks `resume`, a job on Ray that is killed and resumed, and `workers`, one whose two workers share a GPU."""
 
 import json
 import os
@@ -6,10 +6,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, Found, not_run
 from benchmarks.gpu.subprocess_checks import JOB_NEEDS, ROOT, absent, finished, job_problem, last_line, missing
@@ -19,6 +23,10 @@ FILES = 3
 """Files of finished rows after which the driver is killed."""
 KILL_S, RESUME_S, VERIFY_S = 45, 70, 30
 """Seconds that the parts may take on a GPU."""
+SHARED_ROWS, DRY_SHARED_ROWS, SHARED_S = 12_000, 600, 75
+"""Of the job with two workers: enough that the second one is loaded long before the first one has done all."""
+LEAST_SHARE, MOST_SHARE = 0.7, 0.97
+"""How much of a GPU two workers hold that take 0.425 of it each, with what CUDA takes for their processes."""
 SETTLE_S = 3.0
 """What Ray still has in hand when its driver dies may land for so long."""
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -55,6 +63,66 @@ def check_resume(context: CheckContext) -> Found:
     if sentence := job_problem(report, count, on_gpu=not context.is_dry):
         raise CheckFailed(sentence, found)
     return found
+
+
+def check_workers(context: CheckContext) -> Found:
+    """A job with two workers on one GPU: each loads the model and takes its share of the memory, both answer rows, and
+    by `verify` every row is there exactly once."""
+    context.release()
+    if why := missing(JOB_NEEDS) or absent(("models/opt-e2e", "configs/demo.yaml")):
+        return not_run(why)
+    count = DRY_SHARED_ROWS if context.is_dry else SHARED_ROWS
+    with job(context, count) as (command, run):
+        command += ["actors.num_actors=2", f"actors.num_gpus={0 if context.is_dry else 0.5}", "baseline.fraction=0"]
+        # small windows, so that there are some for both
+        command += ["actors.window_batches=1", f"actors.batch_size={4 if context.is_dry else 64}"]
+        with watched_memory(context) as held:
+            done = finished(command, context.patience * SHARED_S, ENVIRONMENT)
+        found: Found = {"rows": count, "share_of_memory": max(held, default=None)}
+        if done.returncode:
+            raise CheckFailed(f"the job ends with {done.returncode}: {last_line(done)}", found)
+        verdict = finished([sys.executable, "-m", "jobs.verify", str(run)], context.patience * VERIFY_S, ENVIRONMENT)
+        report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    found |= {key: report.get(key) for key in ("books", "actors", "output_throughput", "duration_s")}
+    if verdict.returncode:
+        raise CheckFailed(f"verify ends with {verdict.returncode}: {verdict.stderr.strip()[-500:]}", found)
+    problem = job_problem(report, count, on_gpu=not context.is_dry) or workers_problem(report, held)
+    if problem is not None:
+        raise CheckFailed(problem, found)
+    return found
+
+
+def workers_problem(report: Mapping[str, Any], held: Sequence[float]) -> str | None:
+    """What is wrong with the report.json of a job whose two workers shared a GPU, of which they held these shares; None
+    if nothing is."""
+    rows = [actor["rows"] for actor in report["actors"]]
+    if len(rows) != 2 or min(rows) == 0:
+        return f"of two workers {sum(map(bool, rows))} answered rows: {rows}"
+    if held and not LEAST_SHARE <= max(held) <= MOST_SHARE:
+        return f"two workers held {max(held):.2f} of the GPU's memory at most, not {LEAST_SHARE} to {MOST_SHARE}"
+    return None
+
+
+@contextmanager
+def watched_memory(context: CheckContext) -> Iterator[list[float]]:
+    """The share of the GPU's memory that is in use, whoever has it, every tenth of a second; nothing without a GPU."""
+    held: list[float] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.1):
+            free, total = torch.cuda.mem_get_info(context.device)
+            held.append(1 - free / total)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if context.device.type == "cuda":
+        thread.start()
+    try:
+        yield held
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
 
 
 @contextmanager

@@ -31,6 +31,9 @@ NEAR_TIE = 2e-3
 OURS = "full"
 PEERS, DRY_PEERS = ("hf-static-compiled",), ("hf-dynamic",)
 """Engines of `benchmarks.peer_engines`; a dry run does not wait for torch's compiler."""
+PAGED = "hf-generate-batch"
+ENGINE_S, DRY_BYTES = 50.0, 4 << 30
+"""What an engine may take beside `generate_batch`, which once took 9 GB of a host and gave no answer."""
 THREADS = 8
 WRAPPED = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 512, "initializer_range": 0.2}
 """A GPT-2, which no family of ours takes."""
@@ -148,10 +151,45 @@ def check_peers(context: CheckContext) -> Found:
     return found
 
 
-def timed_engine(spec: Spec, chosen: Sequence[list[int]], num_new: int) -> Found:
-    """Tokens per second of the second of two runs, and the seconds of the first; `refused` says why an engine fails."""
+def check_generate_batch(context: CheckContext) -> Found:
+    """Times transformers' continuous batching on the same device, prompts of many lengths and number of tokens as our
+    full depth; each in a process of its own, which ends in time and takes no more of the host's memory than it may. Of
+    the model with grouped heads, since OPT's code in transformers does not take a cache in pages."""
+    context.release()
+    if why := missing(("transformers",)):
+        return not_run(why)
+    least, most = context.corpus_prompts
+    rows = DRY_ROWS if context.is_dry else 2 * max(context.rows)
+    lengths = [least + (most - least) * row // rows for row in range(rows)]
+    config = context.grouped or context.config
+    chosen = [one.prompt_tokens for one in context.requests(lengths, 1, config.vocab_size)]
+    dtype, threads = ("float32", 1) if context.is_dry else ("bfloat16", THREADS)
+    found: Found = {"rows": rows, "prompt_tokens": [least, most], "new_tokens": context.new_tokens}
+    speeds = []
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        save_model(random_model(config, device=str(context.device), dtype=getattr(torch, dtype)), folder)
+        context.release()
+        for name in (OURS, PAGED):
+            spec = Spec(name, folder, folder, dtype, context.device.type, threads, max(context.rows))
+            limits = {"limit_s": context.patience * ENGINE_S, "memory_bytes": DRY_BYTES if context.is_dry else None}
+            found[name] = one = timed_engine(spec, chosen, context.new_tokens, **limits)
+            context.note(found)
+            if "refused" in one and name == OURS:
+                raise CheckFailed(f"our own engine did not run: {one['refused']}", found)
+            if "refused" in one:
+                return found | not_run(f"transformers' generate_batch: {one['refused']}")
+            speeds.append(float(str(one["tokens_per_s"])))
+    found["speedup_over_generate_batch"] = speeds[0] / speeds[1]
+    if context.device.type == "cuda" and speeds[0] < speeds[1]:
+        raise CheckFailed(f"generate_batch makes {speeds[1]:.0f} tokens/s, and we {speeds[0]:.0f}", found)
+    return found
+
+
+def timed_engine(spec: Spec, chosen: Sequence[list[int]], num_new: int, **limits: Any) -> Found:
+    """Tokens per second of the second of two runs, and the seconds of the first; `refused` says why an engine fails.
+    `limits` as in `Contestant`."""
     try:
-        with Contestant(spec) as engine:
+        with Contestant(spec, **limits) as engine:
             first_s, _ = engine.run(list(chosen), num_new)
             seconds, tokens = engine.run(list(chosen), num_new)
     except PeerError as error:

@@ -92,7 +92,7 @@ class EndpointModel:
         return {
             "load_s": 0.0,
             "device": f"endpoint ({self._terms['device']})",
-            "dtype": self._terms["dtype"] + (f", {config.quantization} weights" if config.quantization else ""),
+            "dtype": config.precision(self._terms["dtype"]),
             "backend": {
                 "name": backend["name"],
                 "reason": f"rows join the batches of the endpoint (batches.workers=shared); {backend['reason']}",

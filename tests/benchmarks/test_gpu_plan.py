@@ -34,7 +34,7 @@ def calls() -> list[list[str]]:
 def test_each_check_has_a_prediction_and_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(PLANNED) == list(CHECKS)
     assert {name for name, planned in PLANNED.items() if planned.limit_s > LIMIT_S} == LONGER
-    assert {name for name, planned in PLANNED.items() if planned.needs_ray} == {"job", "resume"}
+    assert {name for name, planned in PLANNED.items() if planned.needs_ray} == {"job", "resume", "workers"}
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(CHECKS)
@@ -76,7 +76,7 @@ def test_a_dry_run_tries_every_check_on_a_cpu(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"wrong": None, "dry_run": True}
     lines = done.stderr.split("dry run, no GPU was used:\n")[1].splitlines()
-    states = {line.split()[0]: line[11:19].strip() for line in lines}
+    states = {line.split()[0]: line[15:23].strip() for line in lines}
     not_run = {"lane", "sanitizer", "overlap", "replays"}  # for want of a device, of two, and of its kernels
     assert states == {name: "not run" if name in not_run else "well" for name in wanted}
     assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from benchmarks.gpu import run_every_kernel
 from benchmarks.gpu import subprocess_checks as processes
 from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed
 from benchmarks.gpu.decoding_checks import SMALL
+from benchmarks.gpu.job_checks import workers_problem
 from benchmarks.gpu.subprocess_checks import (
     LANE,
     LANE_NEEDS,
@@ -32,6 +33,8 @@ from benchmarks.gpu.subprocess_checks import (
     parse_lane,
     parse_sanitizer,
 )
+from benchmarks.gpu.transformers_checks import timed_engine
+from benchmarks.peer_engines import Spec
 from jobs.generate import parse
 from pipeline.config.job import load_config
 from skipdecode.families import config_of
@@ -162,6 +165,25 @@ def test_what_is_wrong_with_a_job() -> None:
     assert "decoded on cpu by avx512" in str(job_problem(report(actors=[on_cpu]), 256))
     plain = {"device": "cuda:0", "backend": None}
     assert "decoded on cuda:0 by None" in str(job_problem(report(actors=[plain]), 256))
+
+
+def test_what_is_wrong_with_two_workers_on_a_gpu() -> None:
+    both = {"actors": [{"rows": 90}, {"rows": 30}]}
+    assert workers_problem(both, [0.1, 0.6, 0.88]) is None
+    assert workers_problem(both, []) is None, "a dry run has no GPU"
+    for rows in ([120, 0], [120]):
+        alone = workers_problem({"actors": [{"rows": count} for count in rows]}, [0.88])
+        assert str(alone).startswith("of two workers 1 answered rows")
+    for most in (0.45, 0.99):
+        assert f"two workers held {most:.2f} of the GPU's memory" in str(workers_problem(both, [0.1, most]))
+
+
+@pytest.mark.parametrize("limits", [{"limit_s": 0.2}, {"memory_bytes": 32 << 20}], ids=["time", "memory"])
+def test_an_engine_takes_no_more_than_it_may(limits: dict[str, Any], tmp_path: Path) -> None:
+    spec = Spec("full", str(tmp_path), str(tmp_path), "float32", "cpu", 1, 2)
+    found = timed_engine(spec, [[2, 3]], 2, **limits)
+    assert found.keys() == {"refused"}
+    assert "limit_s" not in limits or found["refused"] == "it did not end within 0.2 s"
 
 
 @pytest.mark.slow
