@@ -20,6 +20,7 @@ from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import adapted, check_folder
 from skipdecode.config.model import DecoderConfig, KVCacheDtype, Quantization, WantedImplementation
 from skipdecode.config.structured_outputs import StructuredOutputs
+from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.model.kv_scales import why_no_scales
 from skipdecode.schedules.from_config import check_whole_layers, complete_ffn_skip, make_schedule
 from skipdecode.schedules.lossless import KEYS as LOSSLESS_KEYS
@@ -209,7 +210,10 @@ def check_lossless(decode: dict[str, Json], prefill: str) -> None:
 def check_wrapped(config: JobConfig) -> None:
     """ConfigError for what layers of transformers cannot do yet. `decode.ffn_skip` is refused with the schedule."""
     asked = {
-        "model.quantization": (config.model.quantization is not None, "null keeps the weights as they are"),
+        "model.quantization": (
+            config.model.quantization == "fp8",
+            "int8 is for CPUs; null keeps the weights as they are",
+        ),
         "model.kv_cache_dtype": (config.model.kv_cache_dtype != "auto", "auto stores keys and values as they are"),
         "actors.num_gpus": (config.actors.num_devices > 1, "use actors.num_gpus=1"),
         "sampling.deterministic": (config.sampling.deterministic, "use sampling.deterministic=false"),
@@ -238,7 +242,7 @@ def check_exact_drafts(
     """
     if not (deterministic and decode.get("lossless")):
         return
-    odd = [f"{key} {width} is no multiple of 32" for key, width in product_inputs(model_config).items() if width % 32]
+    odd = [f"{key} {width} is no multiple of 32" for key, width in product_inputs(model_config) if width % 32]
     if model_config.embed_dim != model_config.hidden_size:
         odd.append("torch multiplies before and after the layers of this model")
     why = f"this would decode on {device}" if device != "cpu" else odd[0] if odd else lacking
@@ -340,7 +344,7 @@ def check_quantization(
             f"{quantization} weights need a back end that has kernels for them; {no_int8}; null keeps the weights as "
             "they are",
         )
-    for key, width in product_inputs(model_config).items():
+    for key, width in product_inputs(model_config):
         if (problem := int8_misfit(width)) is not None:
             raise ConfigError("model.quantization", f"{key} {width} of this model is {problem}; null takes it")
 
@@ -352,7 +356,7 @@ def _check_fp8_weights(model_config: DecoderConfig, dtype: str, device: str) -> 
             f"fp8 weights are for bfloat16 on GPUs of compute capability 8.9 and later, and this would decode in "
             f"{dtype} on {device}; null keeps the weights as they are",
         )
-    for key, width in product_inputs(model_config).items():
+    for key, width in product_inputs(model_config):
         if width % FP8_STEP:
             problem = f"{key} {width} of this model is no multiple of {FP8_STEP}, as fp8 weights need it"
             raise ConfigError("model.quantization", f"{problem}; null takes it")
@@ -375,15 +379,18 @@ def check_kv_cache_dtype(kv_cache_dtype: KVCacheDtype, model_config: DecoderConf
         )
 
 
-def product_inputs(model_config: DecoderConfig) -> dict[str, int]:
-    """The input widths of a model's matrix products, by the keys of its `config.json` that give them."""
+def product_inputs(model_config: DecoderConfig) -> list[tuple[str, int]]:
+    """The input widths of a model's matrix products, by the keys of its `config.json` that give them, or by the names
+    of linear layers of transformers."""
+    if isinstance(model_config, WrappedConfig):
+        return [*model_config.linears, ("hidden_size", model_config.hidden_size)]
     ffn = "intermediate_size" if "intermediate_size" in model_config.sizes else "ffn_dim"
-    return {
-        "hidden_size": model_config.hidden_size,
-        ffn: model_config.ffn_dim,
-        "word_embed_proj_dim": model_config.embed_dim,
-        "num_attention_heads * head_dim": model_config.q_dim,
-    }
+    return [
+        ("hidden_size", model_config.hidden_size),
+        (ffn, model_config.ffn_dim),
+        ("word_embed_proj_dim", model_config.embed_dim),
+        ("num_attention_heads * head_dim", model_config.q_dim),
+    ]
 
 
 def adapter_path(asked: str | None, model: ResolvedModel) -> str | None:

@@ -60,7 +60,8 @@ class ModelThread:
     def record(self) -> ModelRecord:
         """What decodes here, and why."""
         generator, chosen = self.generator, choice_on(self.generator.device)
-        reason = chosen.reason if generator.graphs is None else f"{chosen.reason}; {generator.graphs.describe()}"
+        graphs = None if generator.graphs is None else generator.graphs.describe()
+        reason = "; ".join(filter(None, [chosen.reason, graphs, generator.model.packing]))
         return {
             "load_s": generator.load_s,
             "device": str(generator.device),

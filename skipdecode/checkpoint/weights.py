@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.lora_adapter import KEY as ADAPTER_KEY
@@ -167,6 +167,10 @@ def expected_tensors(model: Decoder) -> Expected:
 
 def adapter_of(path: str | Path, model: Decoder) -> Adapter:
     """An adapter that fits a model of that shape; ValueError blames `model.adapter`. Reads no weights."""
+    if isinstance(model.config, WrappedConfig):
+        from skipdecode.model.wrapped.adapter import linears_of  # loads transformers
+
+        return open_adapter(path, linears_of(cast(nn.Module, model.model)), ())
     parts = [part for name, part in expected_tensors(model).items() if name.endswith(".weight")]
     own = [part for part in parts if len(part.shape) == 2 and not part.name.startswith("swiftkv.")]
     linears = {part.module: part.shape for part in own if not part.name.startswith("embed_")}
@@ -358,7 +362,7 @@ def check_folder(
             raise ValueError(f"{folder}: unexpected tensor {min(quantised)!r}; {_explained(min(quantised))}")
         from skipdecode.model.wrapped.examine import check_files  # loads transformers
 
-        check_files(folder, stored, None if adapter is None else resolve_adapter(str(adapter)))
+        check_files(folder, stored, None if adapter is None else resolve_adapter(str(adapter)), config.swiftkv)
         return config_remarks(folder, config)
     match = match_files(folder, config)
     if adapter is not None:

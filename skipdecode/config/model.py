@@ -65,11 +65,8 @@ class SwiftKVConfig:
                 f"swiftkv.group_size is {self.group_size}, which does not divide the {self.num_shared(config)} layers "
                 f"from kv_layers={self.kv_layers} on"
             )
-        if not config.is_pre_norm:
-            raise ValueError(
-                "swiftkv needs norms before the blocks, and this model (as OPT-350m) has them after: no norm of a "
-                "layer can stand for norm_swiftkv"
-            )
+        if (why := config.why_no_swiftkv) is not None:
+            raise ValueError(f"swiftkv needs {why}")
 
     def num_shared(self, config: "DecoderConfig") -> int:
         """Layers whose keys and values come from a lower layer."""
@@ -275,6 +272,16 @@ class DecoderConfig:
     def implementation(self) -> Implementation:
         """Whose layers run it."""
         return "own"
+
+    @property
+    def why_no_swiftkv(self) -> str | None:
+        """What SwiftKV would need and the model does not have; None if it can have SwiftKV."""
+        if self.is_pre_norm:
+            return None
+        return (
+            "norms before the blocks, and this model (as OPT-350m) has them after: no norm of a layer can stand for "
+            "norm_swiftkv"
+        )
 
     @property
     def why_whole_layers(self) -> str | None:

@@ -40,9 +40,13 @@ class WrappedConfig(DecoderConfig):
     """Weights of a layer, all experts included; the mean over layers."""
     num_values: int = 0
     """Of all weights and buffers, which transformers takes memory for, whatever the files hold."""
+    linears: tuple[tuple[str, int], ...] = ()
+    """The linear layers of its layers: the last name and the input width, each pair once."""
     sublayers: tuple[Sublayers, ...] = ()
     """[L] the parts of each layer; empty if the layers run whole or not at all."""
     whole_layers_because: str = ""
+    lacks_for_swiftkv: str = ""
+    """`why_no_swiftkv`."""
     tie_word_embeddings: bool = False
     has_router_loss: bool = False
     """config.json asks for the loss that balances experts (`output_router_logits`), which no training here adds."""
@@ -60,6 +64,10 @@ class WrappedConfig(DecoderConfig):
     @property
     def why_whole_layers(self) -> str | None:
         return self.whole_layers_because or None
+
+    @property
+    def why_no_swiftkv(self) -> str | None:
+        return self.lacks_for_swiftkv or None
 
     def kv_shape(self, layer: int) -> tuple[int, int, int]:
         return self.kv_shapes[layer]

@@ -134,6 +134,11 @@ class Decoder(nn.Module):
         return any(isinstance(module, Linear) and module.packed is not None for module in self.modules())
 
     @property
+    def packing(self) -> str | None:
+        """What of the weights is packed, for people; None if that goes without saying."""
+        return None
+
+    @property
     def max_prefill_tokens(self) -> int:
         """The most prompt tokens that go through the model at once (`Backend.max_prefill_tokens`)."""
         return backend_on(self.device).max_prefill_tokens(self._fused, self.device)

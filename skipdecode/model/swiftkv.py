@@ -86,6 +86,17 @@ class SwiftKV(nn.Module):
         """The layer that stores a group's K/V."""
         return self.first + group * self.group_size
 
+    def state(self, h: Tensor, kv: KVView, layers: Sequence[Layer]) -> Tensor:
+        """What h [B, T, D] entering layer l becomes before it is projected: [B, T, D]."""
+        normed: Tensor = self.norm(h)
+        return normed
+
+    def teacher_kv(self, h: Tensor, kv: KVView, layers: Sequence[Layer], number: int) -> Tensor:
+        """K, before norm and rotary embedding, and V of that layer's own: [B, T, outputs of a group]."""
+        layer = layers[number]
+        projected: Tensor = layer.qkv(layer.attn_norm(h))
+        return projected[..., self.config.q_dim :]
+
     def project(self, h: Tensor, start: int = 0, end: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """h [B, T, D] entering layer l -> K, before norm and rotary embedding, and V [B, G, T, K] of groups
         start..end-1."""

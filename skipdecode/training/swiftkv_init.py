@@ -75,9 +75,9 @@ class SwiftKVLeastSquares:
         h, found = model.embed(batch.tokens, positions), list[Tensor]()
         for number, layer in enumerate(model.layers):
             if number == self.added.first:
-                x = self.added.norm(h)[is_token]
+                x = self.added.state(h, view, model.layers)[is_token]
             if number >= self.added.first:
-                found.append(layer.qkv(layer.attn_norm(h))[..., model.config.q_dim :][is_token])
+                found.append(self.added.teacher_kv(h, view, model.layers, number)[is_token])
             if number + 1 < len(model.layers):
                 h = layer(h, kv=view, number=number, attends=True, runs_ffn=True)
         return x, torch.cat(self._by_group(found), dim=-1)

@@ -54,6 +54,8 @@ class LayerCall:
     view: VariantView
     number: int
     only_stores: bool
+    is_stored: bool = False
+    """Keys and values of the tokens are in the view already, and what attention makes of them is nothing."""
     module: nn.Module | None = None
     """The attention that has been called."""
 
@@ -62,10 +64,10 @@ _running: ContextVar[LayerCall] = ContextVar("running")
 
 
 @contextmanager
-def attending(view: VariantView, number: int, *, only_stores: bool) -> Iterator[LayerCall]:
+def attending(view: VariantView, number: int, *, only_stores: bool, is_stored: bool = False) -> Iterator[LayerCall]:
     """Attention that runs meanwhile is that of layer `number`, and goes to `view`. `only_stores`: it stores keys and
-    values, and raises `Stored`."""
-    call = LayerCall(view, number, only_stores)
+    values, and raises `Stored`. `is_stored`: the view has them already."""
+    call = LayerCall(view, number, only_stores, is_stored)
     token = _running.set(call)
     try:
         yield call
@@ -101,13 +103,13 @@ def attend(
     if call.only_stores:
         call.view.store(call.number, key, value)
         raise Stored
-    variant = AttentionVariant(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap,
-        s_aux,
-        None if rule is causal_mask_function else rule,
-    )
-    out = call.view.attend(call.number, query, key, value, variant)  # [B, H, T, V]
+    scale = query.shape[-1] ** -0.5
+    asked = (softcap, s_aux, None if rule is causal_mask_function else rule)
+    is_plain = asked == (None, None, None) and scaling in (None, scale) and key.shape == value.shape
+    # on CPUs kernels take plain attention; those of GPUs are tested at the shapes of our families alone
+    variant = None if is_plain and query.device.type == "cpu" else AttentionVariant(scaling or scale, *asked)
+    k, v = (None, None) if call.is_stored else (key, value)
+    out = call.view.attend(call.number, query, k, v, variant)  # [B, H, T, V]
     return out.transpose(1, 2).contiguous(), None
 
 

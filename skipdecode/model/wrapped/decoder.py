@@ -1,27 +1,33 @@
 """A `Decoder` whose layers are transformers' own.
 
-It decodes by torch's operators. What it cannot do yet is refused where a job is checked (`pipeline.resolve_model`):
-SwiftKV, quantization, several devices, fixed shapes of batches.
+Attention and products go to the device's back end, everything between them is torch's operators. What it cannot do yet
+is refused where a job is checked (`pipeline.resolve_model`): several devices, fixed shapes of batches.
 
 B rows, T tokens, D width, V vocabulary.
 """
 
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from skipdecode.backends.rope import RotaryTables
-from skipdecode.config.model import KVCacheDtype, Quantization
+from skipdecode.config.model import KVCacheDtype, Quantization, SwiftKVConfig
 from skipdecode.config.wrapped import Sublayers, WrappedConfig
+from skipdecode.kv.static_cache import KVCache
 from skipdecode.kv.view import KVView, VariantView
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.wrapped.attention import Stored, attending
 from skipdecode.model.wrapped.hollow_model import HollowModel
+from skipdecode.model.wrapped.packing import Packed, pack_linears
 from skipdecode.model.wrapped.sublayers import leaving_out
+from skipdecode.model.wrapped.swiftkv import WrappedSwiftKV, asking, find_attention
+from skipdecode.schedules.schedule import FullDepth
 
 
 class WrappedLayer(Layer):
@@ -36,12 +42,18 @@ class WrappedLayer(Layer):
     def forward(
         self, h: Tensor, kv: KVView, number: int, *, attends: bool, runs_ffn: bool, query: Linear | None = None
     ) -> Tensor:
-        if query is not None:
-            raise ValueError("prefill.method: layers of transformers have no queries of SwiftKV")
         if not attends:
             return self.add_feed(h) if runs_ffn else h
         with self._leaving_out(attention=False, feed_forward=not runs_ffn):
-            return _states(self._run(h, kv, number, only_stores=False))
+            if query is None:
+                return _states(self._run(h, kv, number))
+            with asking(self.attention, query):
+                return _states(self._run(h, kv, number, is_stored=True))
+
+    @cached_property
+    def attention(self) -> nn.Module:
+        """The module with the layer's projections, where SwiftKV needs them."""
+        return find_attention(self.layer)
 
     def add_feed(self, h: Tensor) -> Tensor:
         with self._leaving_out(attention=True, feed_forward=False):
@@ -62,10 +74,10 @@ class WrappedLayer(Layer):
         with suppress(Stored):
             self._run(h, kv, number, only_stores=True)
 
-    def _run(self, h: Tensor, kv: KVView, number: int, *, only_stores: bool) -> Any:
+    def _run(self, h: Tensor, kv: KVView, number: int, *, only_stores: bool = False, is_stored: bool = False) -> Any:
         view = cast(VariantView, kv)
         positional, named = self.hollow.arguments(view.positions)[number]
-        with attending(view, number, only_stores=only_stores):
+        with attending(view, number, only_stores=only_stores, is_stored=is_stored):
             return self.layer(h, *positional, **named)
 
 
@@ -84,7 +96,9 @@ class WrappedDecoder(Decoder):
         nn.Module.__init__(self)  # it has none of the weights of ours
         self.config = config
         self.model: Any = model
-        self.placement = self.packed_head = self.quantization = self.swiftkv = self.lm_head = None
+        self.placement = self.packed_head = self.quantization = self.lm_head = None
+        self.packed: Packed | None = None
+        """Which linear layers are packed, once `pack` has been called."""
         self.has_fp8_cache = False
         self.hollow = HollowModel(model, config.num_hidden_layers)
         # past nn.Module, for which each layer would be there twice
@@ -93,6 +107,9 @@ class WrappedDecoder(Decoder):
             WrappedLayer(layer, self.hollow, number, own)
             for number, (layer, own) in enumerate(zip(self.hollow.layers, parts, strict=True))
         ]
+
+        has_shared = config.swiftkv is not None and config.swiftkv.num_shared(config) > 0
+        self.swiftkv = WrappedSwiftKV(self.hollow.layers, cast(SwiftKVConfig, config.swiftkv)) if has_shared else None
 
     @property
     def layers(self) -> list[Layer]:
@@ -113,6 +130,12 @@ class WrappedDecoder(Decoder):
         return self._any_weight.dtype
 
     @property
+    def packing(self) -> str | None:
+        if self.packed is None:
+            return None
+        return f"{self.packed.num_packed} of {self.packed.num_linears} linear layers are packed, the rest is torch's"
+
+    @property
     def is_batch_invariant(self) -> bool:
         return False
 
@@ -128,24 +151,49 @@ class WrappedDecoder(Decoder):
             tokens = tokens.clamp(min=0)
         return self.hollow.embed(tokens, positions)
 
-    def head(self, h: Tensor) -> Tensor:
+    def head_states(self, h: Tensor) -> Tensor:
         return self.hollow.head(h)
 
+    def head(self, h: Tensor) -> Tensor:
+        made = self.hollow.head(h)
+        return made if self.packed_head is None else self.packed_head(made, None)
+
     def head_into(self, h: Tensor, out: Tensor) -> Tensor:
-        return out.copy_(self.head(h))
+        if self.packed_head is None:
+            return out.copy_(self.hollow.head(h))
+        return self.packed_head.into(self.hollow.head(h), out)
 
     def pack(self, quantization: Quantization | None = None, kv_cache_dtype: KVCacheDtype = "auto") -> Decoder:
+        """`Decoder.pack` of what `pack_linears` packs; the rest stays as it is."""
         if kv_cache_dtype != "auto":
             raise ValueError(f"model.kv_cache_dtype: {kv_cache_dtype} is for families with kernels of ours")
-        if quantization is not None:
-            raise ValueError(f"model.quantization: {quantization} weights are for families with kernels of ours")
+        if quantization == "fp8":
+            raise ValueError("model.quantization: fp8 weights are for families with kernels of ours")
+        if self.packed is not None:
+            assert quantization == self.quantization, "packed already"
+            return self
+        self.packed = pack_linears(self.model, self.hollow, quantization, dtype=self.dtype, run=self._run_a_token)
+        if self.swiftkv is not None:
+            self.swiftkv.pack(quantization, self.layers, ())
+        self.packed_head, self.quantization = self.packed.head, quantization
         return self
+
+    @torch.inference_mode()
+    def _run_a_token(self) -> None:
+        """At full depth, behind nothing."""
+        full, num_pad = FullDepth(len(self.layers)), torch.zeros(1, dtype=torch.int64, device=self.device)
+        cache = KVCache.allocate(self.config, num_pad=num_pad, capacities=[1] * len(self.layers), dtype=self.dtype)
+        self(num_pad[:, None], num_pad[:, None], cache, full.step(0))
 
     def with_swiftkv(self, kv_layers: int, group_size: int = 1) -> Decoder:
-        raise ValueError("model.swiftkv: a model of transformers' implementation cannot have it yet")
+        other = self._with(SwiftKVConfig(kv_layers, group_size))
+        if other.swiftkv is not None:
+            other.swiftkv.copy_teacher(self.layers)
+        return other
 
-    def without_swiftkv(self) -> Decoder:
-        return self
+    def _with(self, shape: SwiftKVConfig | None) -> Decoder:
+        assert not self.is_packed, "packed weights cannot be shared"
+        return WrappedDecoder(self.model, replace(self.config, swiftkv=shape)).eval().requires_grad_(False)
 
     def train(self, mode: bool = True) -> Self:
         return super().train(False)  # no dropout, as in our own layers

@@ -6,7 +6,7 @@ within seconds, before anything starts.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 from skipdecode.config.json_files import read_eos
-from skipdecode.config.model import TokenizerRules
+from skipdecode.config.model import SwiftKVConfig, TokenizerRules
 from skipdecode.config.wrapped import Sublayers, WrappedConfig
 from skipdecode.kv.view import VariantView
 from skipdecode.model.wrapped.adapter import merge_adapter
 from skipdecode.model.wrapped.attention import ATTENTION, Mask, Stored, attending
 from skipdecode.model.wrapped.hollow_model import Arguments, HollowModel, find_stack_name
 from skipdecode.model.wrapped.sublayers import find_sublayers
+from skipdecode.model.wrapped.swiftkv import check_shapes, find_attention
 
 MAX_LAYERS = 1024
 IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
@@ -44,8 +46,6 @@ def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> Wr
     sizes = {key: _size(text, key, raw["model_type"]) for key in WrappedConfig.sizes}
     ends = raw.get("eos_token_id", getattr(text, "eos_token_id", None))
     known = WrappedConfig.read_fields({key: value for key, value in raw.items() if key not in sizes})
-    if "swiftkv" in known:
-        raise ValueError("swiftkv: SwiftKV's weights are for families of ours")
     known |= sizes | {"eos_token_id": read_eos("eos_token_id", ends)}
     known |= {key: getattr(text, key, None) for key in ("bos_token_id", "pad_token_id")}
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -55,9 +55,11 @@ def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> Wr
     return WrappedConfig(**known | own)
 
 
-def check_files(folder: Path, stored: Mapping[str, Sequence[int]], adapter: Path | None) -> None:
+def check_files(
+    folder: Path, stored: Mapping[str, Sequence[int]], adapter: Path | None, swiftkv: SwiftKVConfig | None
+) -> None:
     """ValueError if tensors of these names and shapes cannot be those of the model in `folder`, or if the LoRA adapter
-    in `adapter` does not fit it. No weights are read.
+    in `adapter`, or SwiftKV's weights, do not fit it. No weights are read.
 
     transformers renames and joins tensors as it loads them, so only what it leaves alone can be compared: layers that
     are not there or too many, and tensors of the same name that have more values or fewer. Loading finds the rest.
@@ -82,6 +84,8 @@ def check_files(folder: Path, stored: Mapping[str, Sequence[int]], adapter: Path
         own = next((expected[one] for one in (name, prefix + name) if one in expected), None)
         if own is not None and math.prod(shape) != own.numel():
             raise ValueError(f"{folder}: tensor {name!r} is {list(shape)}, config.json asks for {list(own.shape)}")
+    if swiftkv is not None:
+        check_shapes(folder, HollowModel(model, layers).layers, swiftkv)
     if adapter is not None:
         merge_adapter(model, adapter)
 
@@ -165,8 +169,26 @@ def _look_at_layers(config: Any, num_layers: int) -> dict[str, Any]:
         "kv_shapes": tuple(view.of_layer[number] for number in range(num_layers)),
         "layer_weights": weights // num_layers,
         "num_values": sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())),
+        "linears": tuple(dict.fromkeys(pair for layer in hollow.layers for pair in _linears(layer))),
     }
+    if (lacking := _lacks_for_swiftkv(hollow.layers)) is not None:
+        found["lacks_for_swiftkv"] = f"{lacking} (model_type {config.model_type!r})"
     return found | _parts_of_layers(hollow, attentions, h.shape[-1], config.model_type)
+
+
+def _linears(layer: nn.Module) -> Iterator[tuple[str, int]]:
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            yield name.rpartition(".")[2], module.in_features if isinstance(module, nn.Linear) else module.nx
+
+
+def _lacks_for_swiftkv(layers: Sequence[nn.Module]) -> str | None:
+    for number, layer in enumerate(layers):
+        try:
+            find_attention(layer)
+        except ValueError as error:
+            return f"projections of queries, keys and values that are modules, and layer {number} {error}"
+    return None
 
 
 def _parts_of_layers(hollow: HollowModel, attentions: Sequence[nn.Module], width: int, kind: str) -> dict[str, Any]:

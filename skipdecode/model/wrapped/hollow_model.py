@@ -41,7 +41,7 @@ class Stub(nn.Module):
 class HollowModel:
     """Of a `...ForCausalLM`, whose layers are `layers`. ValueError if they are not wired one behind the other."""
 
-    def __init__(self, model: nn.Module, num_layers: int) -> None:
+    def __init__(self, model: Any, num_layers: int) -> None:
         self._model = model
         self._base, self._name = _find_stack(model, num_layers)
         self.layers: list[nn.Module] = list(self._base.get_submodule(self._name).children())
@@ -89,10 +89,35 @@ class HollowModel:
         assert self._newest is not None, "before any token"
         return self._newest[1][number]
 
+    def find_head(self) -> tuple[nn.Module, str] | None:
+        """The module that has the LM head, and its name there; None if it is no `nn.Linear`."""
+        head = self._model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return None
+        return next(
+            (owner, name) for owner in self._model.modules() for name, one in owner.named_children() if one is head
+        )
+
+    def has_plain_head(self) -> bool:
+        """True if logits are the product of the LM head with states and nothing else, such as a bias or a soft cap."""
+        head = self._model.get_output_embeddings()
+        logits = head.weight.new_ones(1, 1, head.out_features)
+        hook = head.register_forward_hook(lambda *_: logits)
+        try:
+            made = self._logits(head.weight.new_zeros(1, 1, head.in_features))
+        finally:
+            hook.remove()
+        return head.bias is None and made is logits and bool((logits == 1).all())
+
     def head(self, h: Tensor) -> Tensor:
         """States [..., D] behind the last layer -> logits [..., V]."""
-        self._states = h.reshape(1, -1, h.shape[-1])
-        ids = torch.zeros(self._states.shape[:2], dtype=torch.int64, device=h.device)
+        logits = self._logits(h.reshape(1, -1, h.shape[-1]))
+        return logits.view(*h.shape[:-1], logits.shape[-1])
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """[1, N, D] -> [1, N, V]"""
+        self._states = h
+        ids = torch.zeros(h.shape[:2], dtype=torch.int64, device=h.device)
         made = self._around(
             self._returner,
             lambda: self._model(
@@ -101,7 +126,7 @@ class HollowModel:
         )
         self._states = None
         logits: Tensor = made.logits
-        return logits.view(*h.shape[:-1], logits.shape[-1])
+        return logits
 
     def _around(self, stack: nn.ModuleList, call: Callable[[], Any]) -> Any:
         """What `call` gives with `stack` in place of the layers."""

@@ -15,6 +15,7 @@ from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.wrapped.adapter import merge_adapter
 from skipdecode.model.wrapped.attention import ATTENTION
 from skipdecode.model.wrapped.decoder import WrappedDecoder
+from skipdecode.model.wrapped.swiftkv import load_weights
 from skipdecode.schedules.schedule import FullDepth
 
 TOLERANCE = 1e-3
@@ -61,6 +62,8 @@ def load_wrapped(
         model = merge_adapter(model, adapter)
     decoder = WrappedDecoder(model, config).eval().requires_grad_(False)
     prove(decoder)
+    if decoder.swiftkv is not None:
+        load_weights(decoder.swiftkv, folder)
     return decoder
 
 

@@ -15,6 +15,7 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import dtype_name
 from skipdecode.model.wrapped.decoder import WrappedDecoder
 from skipdecode.model.wrapped.load import no_progress_bar
+from skipdecode.model.wrapped.swiftkv import save_weights
 
 
 def save_wrapped(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
@@ -42,6 +43,10 @@ def save_wrapped(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
     raw = json.loads(path.read_text(encoding="utf-8"))
     raw |= {"dtype": dtype_name(dtype), "eos_token_id": ends if isinstance(ends, int) else list(ends) or None}
     own = {key: getattr(config, key) for key in OWN_KEYS if getattr(config, key) is not None}
+    if config.swiftkv is not None:
+        own["swiftkv"] = vars(config.swiftkv)
+    if decoder.swiftkv is not None:
+        save_weights(decoder.swiftkv, folder, dtype)
     raw = {key: value for key, value in raw.items() if key not in OWN_KEYS} | own
     path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     shutil.copymode(path, folder / "model.safetensors")  # safetensors makes its file readable by the owner only

@@ -50,7 +50,7 @@ def test_what_is_in_the_way_is_named(kind: str, tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config is set \(fp8\)"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 1024"),
-        ({"swiftkv": {"kv_layers": 3}}, "swiftkv: SwiftKV's weights are for families of ours"),
+        ({"swiftkv": {"kv_layers": 9}}, "swiftkv.kv_layers is 9, and the model has 6 layers"),
         ({"num_hidden_layers": "six"}, "transformers cannot read it: .*num_hidden_layers"),
     ],
 )

@@ -45,7 +45,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreT
     def make(kind: str) -> tuple[PreTrainedModel, Decoder]:
         folder: Path = tmp_path_factory.mktemp(kind)
         reference = save(kind, folder)
-        return reference, load_model(folder, implementation="transformers")
+        return reference, load_model(folder, implementation="transformers").pack()
 
     return make
 
