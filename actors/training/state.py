@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from actors.training.workers import rank_and_size
 from skipdecode.config.model import DecoderConfig
 from skipdecode.model.decoder import Decoder
-from skipdecode.training.lora import lora_modules
+from skipdecode.training.lora import adapter_modules
 from skipdecode.training.loss import ResponseLoss
 
 Weights = dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ def model_of(weights: Weights, config: DecoderConfig) -> Decoder:
 
 def full_state(get: Callable[..., Any], loss: ResponseLoss, *of: Any) -> dict[str, Any]:
     """The complete state dict on the CPU of rank 0 (a collective call under FSDP); with LoRA, only the adapter's."""
-    only = bool(lora_modules(loss))
+    only = bool(adapter_modules(loss))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=only)
     state: dict[str, Any] = get(loss, *of, options=options)
     return state if rank_and_size()[0] == 0 else {}
@@ -68,7 +68,7 @@ def collect_state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, progress
 
 
 def restore_state(loss: ResponseLoss, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    is_whole = not lora_modules(loss)
+    is_whole = not adapter_modules(loss)
     set_model_state_dict(loss, state["model"], options=StateDictOptions(full_state_dict=True, strict=is_whole))
     options = StateDictOptions(full_state_dict=True, strict=False)
     set_optimizer_state_dict(loss, optimizer, state["optimizer"], options=options)

@@ -21,11 +21,10 @@ from actors.training.recipe import TrainConfig, learning_rate, num_steps, schedu
 from actors.training.state import Weights, collect_state, full_state, restore_state
 from actors.training.workers import Pair, inner, no_sync, parts_of, rank_and_size, wrap
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.linear import Linear
 from skipdecode.model.teacher_forcing import teacher_batch
 from skipdecode.schedules.from_config import listed_schedule
 from skipdecode.schedules.schedule import Schedule
-from skipdecode.training.lora import lora_modules
+from skipdecode.training.lora import adapter_modules
 from skipdecode.training.loss import ResponseLoss
 from skipdecode.training.swiftkv_init import SwiftKVLeastSquares
 
@@ -162,14 +161,15 @@ def fit_swiftkv(
 
 def _loss_to_train(model: Decoder, config: TrainConfig, teacher: Decoder | None) -> ResponseLoss:
     """The loss, with gradients enabled for the weights that are trained."""
-    lora = lora_modules(model)
+    lora = adapter_modules(model)
     model.train().requires_grad_(config.trainable == "all" and not lora)
     for added in lora if model.swiftkv is None else [*lora, model.swiftkv]:
         added.requires_grad_(True)
     if lora and config.precision == "bfloat16":  # autocast caches its copies of trained weights only
         for layer in model.layers:
-            for linear in (module for module in layer.modules() if isinstance(module, Linear)):
-                linear.weight.data = linear.weight.data.bfloat16()
+            for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
+                if not linear.weight.requires_grad:
+                    linear.weight.data = linear.weight.data.bfloat16()
     return ResponseLoss(
         model,
         distill=config.distill,

@@ -42,7 +42,7 @@ from pipeline.evaluation.documents import (
 from pipeline.formatting import Json, Log
 from pipeline.input.sample_prompts import read_prompts
 from pipeline.plots import new_figure, save_figure
-from pipeline.resolve_model import ResolvedModel, check_model, refuse_wrapped
+from pipeline.resolve_model import ResolvedModel, check_model
 from pipeline.store.model_folder import new_folder, written_whole
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.config.sampling import Sampling
@@ -100,9 +100,10 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
         )
     except ConfigError as error:  # which names the key of a job
         raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error
-    refuse_wrapped(model.config, "model.source", "calibration")
     if config.target == "drafts":
         check_carried(model)
+    elif (why := model.config.why_whole_layers) is not None:
+        raise ConfigError("target", f"feed-forward blocks cannot be skipped: {why}; target=drafts needs none")
     prompts = read_prompts(config.input, config.num_prompts)
     generator, pairs = write_texts(config, model, prompts, log)
 

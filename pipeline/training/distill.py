@@ -15,7 +15,7 @@ from actors.training.workers import Pair
 from pipeline.cluster.progress import LiveLine
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json, Log
-from pipeline.resolve_model import find_model, refuse_wrapped
+from pipeline.resolve_model import find_model
 from pipeline.store.model_folder import new_folder, tokenizer_files, written_whole
 from pipeline.training.config import FinetuneConfig, FinetuneData
 from pipeline.training.tokenized_pairs import encode, make_tokenizer, refuse_bad_rows, scan
@@ -91,7 +91,6 @@ def init_swiftkv(config: FinetuneConfig, log: Log) -> NewSwiftKV:
         folder, model_config, adapter = find_model(config.model.source, config.model.adapter, log)
     except ValueError as error:
         raise ConfigError.parse(error) from error
-    refuse_wrapped(model_config, "model.source", "SwiftKV")
     try:
         shape = config.model.swiftkv.shape(model_config)
     except ValueError as error:

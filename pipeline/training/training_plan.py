@@ -77,7 +77,8 @@ def plan_training(config: FinetuneConfig, log: Log) -> PlannedTraining:
     lora = check_lora(config, model_config)
     if lora is not None and adapter is not None:
         with blame(""):
-            check_start(adapter, lora, model_config)
+            assert source is not None, "checked"
+            check_start(adapter, lora, model_config, source)
     before, model_config = model_config.swiftkv, replace(model_config, swiftkv=_check_swiftkv(config, model_config))
     if before is not None:
         wanted = "none are asked for (model.swiftkv)" if model_config.swiftkv is None else "another shape is asked for"
@@ -177,10 +178,11 @@ def _check_model(model: FinetuneModel, log: Log) -> tuple[Path | None, DecoderCo
 
 def _check_wrapped(config: FinetuneConfig, model_config: DecoderConfig) -> None:
     """ConfigError for what cannot be trained with layers of transformers."""
-    if config.model.swiftkv is not None:
-        refuse_wrapped(model_config, "model.swiftkv", "SwiftKV")
-    if config.train.lora is not None:
-        refuse_wrapped(model_config, "train.lora", "training an adapter")
+    if config.train.lora is not None and model_config.implementation == "transformers":
+        from skipdecode.model.wrapped.adapter import require_peft  # loads transformers
+
+        with blame(""):
+            require_peft("train.lora")
     if config.train.parallel == "fsdp":
         refuse_wrapped(model_config, "train.parallel", "fsdp")
     if isinstance(model_config, WrappedConfig) and model_config.has_router_loss:

@@ -116,17 +116,18 @@ def _initial(job: TrainingJob, device: torch.device) -> Decoder:
     if job.source is not None:
         merged = job.adapter if job.lora is None else None
         model, shape = load_model(job.source, adapter=merged, device=device), job.config.swiftkv
-        if isinstance(job.config, WrappedConfig):
-            model.config = job.config
-            return model
         if job.lora is not None:
             model = model.without_swiftkv()
             start = None if job.adapter is None else adapter_of(job.adapter, model)
             add_lora(model, job.lora, job.train.seed, start)
             return model
-        if model.config.swiftkv == shape:
-            return model
-        return model.without_swiftkv() if shape is None else model.with_swiftkv(shape.kv_layers, shape.group_size)
+        if shape is None:
+            model = model.without_swiftkv()
+        elif model.config.swiftkv != shape:
+            model = model.with_swiftkv(shape.kv_layers, shape.group_size)
+        if isinstance(job.config, WrappedConfig):  # it saves itself
+            model.config = job.config
+        return model
     model = Decoder(job.config)
     init_weights(model, job.train.seed)
     return model.to(device)

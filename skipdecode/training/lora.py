@@ -9,6 +9,7 @@ B rows, T columns, r the rank.
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from skipdecode.checkpoint.lora_adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, Adapter, tensor_name
+from skipdecode.checkpoint.lora_adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, Adapter, open_adapter, tensor_name
 from skipdecode.checkpoint.weights import adapter_of, hf_parts
 from skipdecode.config.model import DecoderConfig
+from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import Linear
 from skipdecode.schedules.trained import SCHEDULE_FILE, TRAINED_FILE
 
+PEFT_NAME = re.compile(r"model\.(.+)\.lora_([AB])\.default\.weight")
 LINEARS = ("qkv", "out_proj", "fc1", "fc2")  # of a layer
 
 
@@ -72,14 +75,22 @@ class Lora(nn.Module):
 
 def linear_names(config: DecoderConfig) -> list[str]:
     """The names that `LoraShape.targets` may contain."""
+    if isinstance(config, WrappedConfig):
+        return list(dict.fromkeys(name for name, _ in config.linears))
     return [name.rpartition(".")[2] for part in LINEARS for name in config.layer_parts[part]]
 
 
 def add_lora(model: Decoder, shape: LoraShape, seed: int, start: Adapter | None = None) -> None:
     """Adds A and B to the target layers of `model`, which can then only be trained. They start from the adapter
     `start`, which must have that shape (`check_start`). Without it A depends only on the seed, not on the device, and B
-    is zero, so that the model's outputs do not change."""
+    is zero, so that the model's outputs do not change. In a model of transformers they are modules of PEFT."""
     assert not model.is_packed, "packed weights cannot be trained"
+    if isinstance(model.config, WrappedConfig):
+        from skipdecode.model.wrapped.adapter import add_adapter  # loads transformers
+
+        begun = None if start is None else {module: start.matrices(module) for module in start.modules}
+        add_adapter(model.model, rank=shape.rank, alpha=shape.alpha, targets=shape.targets, seed=seed, start=begun)
+        return
     generator = torch.Generator().manual_seed(seed)
     for number, layer in enumerate(model.layers):
         for name in LINEARS:
@@ -101,17 +112,20 @@ def add_lora(model: Decoder, shape: LoraShape, seed: int, start: Adapter | None 
             linear.lora = lora
 
 
-def check_start(folder: Path, shape: LoraShape, config: DecoderConfig) -> None:
-    """ValueError, which names `model.adapter`, if training cannot continue from the adapter in `folder`."""
-    with torch.device("meta"):
-        adapter = adapter_of(folder, Decoder(config))
-    wanted = {
-        module
-        for number in range(config.num_hidden_layers)
-        for part in LINEARS
-        for last, module, _ in _parts(config, number, part)
-        if last in shape.targets
-    }
+def check_start(folder: Path, shape: LoraShape, config: DecoderConfig, source: Path) -> None:
+    """ValueError, which names `model.adapter`, if training the model in `source` cannot continue from the adapter in
+    `folder`."""
+    if isinstance(config, WrappedConfig):
+        from skipdecode.model.wrapped.adapter import linears_of_folder  # loads transformers
+
+        linears = linears_of_folder(source)
+        adapter, modules = open_adapter(folder, linears, ()), list(linears)
+    else:
+        with torch.device("meta"):
+            adapter = adapter_of(folder, Decoder(config))
+        numbers = range(config.num_hidden_layers)
+        modules = [module for number in numbers for part in LINEARS for _, module, _ in _parts(config, number, part)]
+    wanted = {module for module in modules if module.rpartition(".")[2] in shape.targets}
     if other := min(wanted ^ adapter.modules, default=None):
         has = "has none for" if other in wanted else "has one for"
         raise ValueError(f"{KEY}: train.lora.targets does not fit it: it {has} {other!r}")
@@ -125,8 +139,14 @@ def check_start(folder: Path, shape: LoraShape, config: DecoderConfig) -> None:
 
 
 def lora_modules(module: nn.Module) -> list[Lora]:
-    """The modules that `add_lora` has added; empty for a model without an adapter."""
+    """The modules that `add_lora` has added to a model of ours; empty for a model without an adapter."""
     return [one for one in module.modules() if isinstance(one, Lora)]
+
+
+def adapter_modules(module: nn.Module) -> list[nn.Module]:
+    """All that `add_lora` has added, to a model of transformers, too."""
+    theirs = [one for name, one in module.named_modules() if name.endswith((".lora_A", ".lora_B"))]
+    return [*lora_modules(module), *theirs]
 
 
 def save_adapter(
@@ -171,6 +191,11 @@ def save_adapter(
 
 def _named(weights: Mapping[str, Tensor], config: DecoderConfig, shape: LoraShape) -> Iterator[tuple[str, Tensor]]:
     """A and B by their names in the file."""
+    if isinstance(config, WrappedConfig):  # PEFT's names, and those of the adapter behind them
+        for name, value in weights.items():
+            if (found := PEFT_NAME.fullmatch(name)) is not None:
+                yield tensor_name(found[1], found[2]), value
+        return
     for number in range(config.num_hidden_layers):
         for part in LINEARS:
             for last, module, _ in _parts(config, number, part):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import peft
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -18,6 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from actors.generator import Generator
 from actors.generator_config import GeneratorConfig
 from jobs import calibrate, distill, doctor, finetune, generate, verify
+from pipeline.config.job import ConfigError
+from pipeline.resolve_model import check_quantization
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
@@ -126,11 +129,6 @@ def test_doctor_says_which_implementation(gemma: Path, tmp_path: Path, call: Cal
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        (
-            "model.quantization",
-            "int8",
-            "model.quantization: is not supported for models that run by way of transformers",
-        ),
         ("model.adapter", "{gemma}", "model.adapter: "),
         ("model.implementation", "own", "model_type is 'gemma2'; supported are opt"),
         ("decode.ffn_skip", "{mode: calibrated}", "decode.ffn_skip.mode: this checkpoint carries no calibrated layers"),
@@ -198,21 +196,65 @@ def test_generate_refuses_models_that_cannot_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_other_verbs_refuse_it(gemma: Path, tmp_path: Path, call: Call) -> None:
+def test_int8_needs_widths_that_its_kernels_take(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Those of transformers' linear layers."""
+    check_quantization("int8", read_config(folder_of("gemma2")), "bfloat16", "cpu", no_int8=None)
+    save("gemma2", tmp_path, intermediate_size=80)
+    with pytest.raises(ConfigError, match=r"model.quantization: down_proj 80 of this model is .*; null takes it"):
+        check_quantization("int8", read_config(tmp_path), "bfloat16", "cpu", no_int8=None)
+
+
+def test_other_verbs_refuse_it(
+    gemma: Path, folder_of: Callable[[str], Path], prompts: Path, tmp_path: Path, call: Call
+) -> None:
+    """By the key, or the part of a layer that is in the way."""
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "a", "response": "b"}\n')
     data = [f"data.path={pairs}", f"data.validation={pairs}", f"output.path={tmp_path / 'out'}"]
-    given: list[tuple[Any, list[str], str]] = [
-        (finetune, [*data, "train.lora={rank: 4}"], "train.lora: training an adapter needs a model of a family"),
-        (finetune, [*data, "train.parallel=fsdp"], "train.parallel: fsdp needs a model of a family of ours"),
-        (finetune, [*data, "model.swiftkv={kv_layers: 3}"], "model.swiftkv: SwiftKV needs a model of a family of ours"),
-        (distill, [*data, "model.swiftkv={kv_layers: 3}"], "needs a model of a family of ours"),
-        (calibrate, [f"output={tmp_path / 'out'}", f"input.path={pairs}"], "calibration needs a model"),
+    swiftkv = "model.swiftkv={kv_layers: 3}"
+    fused = "model.swiftkv needs projections of queries, keys and values that are modules, and layer 0 GPT2Block has no"
+    given: list[tuple[Any, Path, list[str], str]] = [
+        (
+            finetune,
+            gemma,
+            [*data, "train.lora={targets: [qkv]}"],
+            "train.lora.targets: this model has no 'qkv'; it has",
+        ),
+        (finetune, gemma, [*data, "train.parallel=fsdp"], "train.parallel: fsdp needs a model of a family of ours"),
+        (distill, folder_of("gpt2"), [*data, swiftkv], fused),
+        (distill, folder_of("gpt2"), [*data, swiftkv, "--init-only"], fused),
+        (
+            calibrate,
+            folder_of("cohere"),
+            [f"output={tmp_path / 'out'}", f"input.path={prompts}"],
+            "target: feed-forward blocks cannot be skipped: layer 0 of model_type 'cohere'",
+        ),
     ]
-    for verb, arguments, message in given:
-        code, _, err = call(verb, f"model.source={gemma}", *arguments)
+    for verb, source, arguments, message in given:
+        code, _, err = call(verb, f"model.source={source}", *arguments)
         assert code == 2, err
         assert message in err
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"), [("ffn_skip", "gemma2"), pytest.param("drafts", "cohere", marks=pytest.mark.slow)]
+)
+def test_calibrate_writes_what_generate_uses(
+    target: str, kind: str, folder_of: Callable[[str], Path], prompts: Path, tmp_path: Path, call: Call
+) -> None:
+    """The same model, whose config.json carries what was found."""
+    output, keys = tmp_path / "out", {"max_new_tokens": 6, "num_prompts": 8, "batch_size": 4, "threads": 1}
+    keys |= {"model.dtype": "float32", "target": target, "input.path": prompts, "model.source": folder_of(kind)}
+    if target == "drafts":
+        keys["batch_sizes"] = "[2]"
+    code, _, err = call(calibrate, f"output={output}", *(f"{key}={value}" for key, value in keys.items()))
+    assert code == 0, err
+    before, after = (load_model(folder).state_dict() for folder in (folder_of(kind), output))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = read_config(output)
+    assert config.implementation == "transformers"
+    assert getattr(config, target) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,3 +303,55 @@ def test_finetune_trains_it(kind: str, folder_of: Callable[[str], Path], tmp_pat
     (made,) = decode_batch(model, [Request("", prompt, Sampling(8))], schedule).completions
     assert tokenizer.decode(made.tokens) == "efef"
     assert naive_logits(reference, prompt, made.tokens, schedule).argmax(-1).tolist() == made.tokens
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_finetune_trains_an_adapter_of_it(gemma: Path, prompts: Path, tmp_path: Path, call: Call) -> None:
+    """Which `generate` merges as PEFT does, under the schedule that it was trained for."""
+    pairs, output, run = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "adapter", tmp_path / "run"
+    keys = {"epochs": 2, "batch_size": 64, "learning_rate": 0.02, "warmup_steps": 1, "horizon": 7}
+    keys |= {"validate_every": 12, "precision": "float32", "schedules": [DECODE], "lora": {"rank": 4}}
+    arguments: list[object] = [f"train.{key}={json.dumps(value)}" for key, value in keys.items()]
+    arguments += [f"data={{path: {pairs}, validation: {pairs}}}", f"model.source={gemma}", "-o", output]
+    code, _, err = call(finetune, *arguments)
+    assert code == 0, err
+    keys = {"model.source": gemma, "model.adapter": output, "model.dtype": "float32", "sampling.ignore_eos": "true"}
+    keys |= {"sampling.max_new_tokens": NUM_NEW}
+    code, _, err = call(generate, "-i", prompts, "-o", run, *(f"{key}={value}" for key, value in keys.items()))
+    assert code == 0, err
+    reference = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32, attn_implementation="eager")
+    merged = peft.PeftModel.from_pretrained(reference, str(output)).merge_and_unload().eval()
+    schedule = make_schedule({"method": "skipdecode", **DECODE, "horizon": 7}, num_layers=L, max_new_tokens=NUM_NEW)
+    made = rows_of(run)
+    for number, prompt in enumerate(Tokenizer(gemma, read_config(gemma)).encode(PROMPTS)):
+        tokens = made[f"r{number}"]
+        assert naive_logits(merged, prompt, tokens, schedule).argmax(-1).tolist() == tokens
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_distill_gives_it_swiftkv(gemma: Path, prompts: Path, tmp_path: Path, call: Call) -> None:
+    """With which `generate` decodes by default; transformers opens the folder as it is."""
+    pairs, output, run = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "swiftkv", tmp_path / "run"
+    keys = {"epochs": 2, "batch_size": 64, "learning_rate": 0.005, "warmup_steps": 1, "fit_pairs": 64}
+    keys |= {"validate_every": 12, "precision": "float32"}
+    arguments: list[object] = [f"train.{key}={json.dumps(value)}" for key, value in keys.items()]
+    arguments += [f"data={{path: {pairs}, validation: {pairs}}}", f"model.source={gemma}", "-o", output]
+    code, _, err = call(distill, *arguments, "model.swiftkv={kv_layers: 3, group_size: 1}", "output.dtype=float32")
+    assert code == 0, err
+    config = read_config(output)
+    assert config.swiftkv is not None
+    assert config.default_prefill == "swiftkv"
+    keys = {"model.source": output, "model.dtype": "float32", "sampling.ignore_eos": "true"}
+    keys |= {"sampling.max_new_tokens": NUM_NEW}
+    code, _, err = call(generate, "-i", prompts, "-o", run, *(f"{key}={value}" for key, value in keys.items()))
+    assert code == 0, err
+    made, model = rows_of(run), load_model(output)
+    schedule = make_schedule({"method": "full"}, num_layers=L, max_new_tokens=NUM_NEW, swiftkv_from=3)
+    encoded = Tokenizer(output, config).encode(PROMPTS)
+    requests = [Request(f"r{n}", tokens, Sampling(NUM_NEW, ignore_eos=True)) for n, tokens in enumerate(encoded)]
+    assert {one.id: one.tokens for one in decode_batch(model, requests, schedule).completions} == made
+    before = AutoModelForCausalLM.from_pretrained(gemma).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)

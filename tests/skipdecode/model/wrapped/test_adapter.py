@@ -9,16 +9,24 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from skipdecode.checkpoint.weights import check_folder, load_model
+from actors.training.trainer import Hooks, train
+from skipdecode.checkpoint.model_config import read_config
+from skipdecode.checkpoint.weights import adapter_of, check_folder, load_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine.generate import generate
+from skipdecode.model.decoder import Decoder
+from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
 from skipdecode.model.wrapped.decoder import WrappedDecoder
 from skipdecode.schedules.schedule import FullDepth
+from skipdecode.training.lora import LoraShape, add_lora, check_start, linear_names, save_adapter
 from tests.support.naive import random_prompts, requests_for, tokens_of
+from tests.support.train_configs import make_config
 from tests.support.wrapped_models import VOCAB, L, save, small_model
 
 NUM_NEW = 9
+PROMPTS = random_prompts([9, 4, 6], vocab=VOCAB)
 KEYS: dict[str, dict[str, Any]] = {
     "olmo2": {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}},
     "gpt_neox": {"target_modules": ["query_key_value"], "use_rslora": True, "bias": "lora_only"},
@@ -57,14 +65,69 @@ def test_tokens_are_those_of_the_model_that_peft_merges(kind: str, tmp_path: Pat
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert any(not torch.equal(before[name], tensor) for name, tensor in wanted.items() if name in before)
-    prompts = random_prompts([9, 4, 6], vocab=VOCAB)
-    requests = requests_for(prompts, Sampling(max_new_tokens=NUM_NEW, ignore_eos=True))
-    for prompt, tokens in zip(prompts, tokens_of(generate(ours, requests, FullDepth(L))), strict=True):
+    check_tokens(ours, merged)
+
+
+def check_tokens(ours: Decoder, merged: PreTrainedModel) -> None:
+    """Those of transformers' `generate`."""
+    requests = requests_for(PROMPTS, Sampling(max_new_tokens=NUM_NEW, ignore_eos=True))
+    for prompt, tokens in zip(PROMPTS, tokens_of(generate(ours, requests, FullDepth(L))), strict=True):
         ids = torch.tensor([prompt])
         made = merged.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=-7
         )
         assert tokens == made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["olmo2", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_a_trained_adapter_is_peft_s_own(kind: str, tmp_path: Path) -> None:
+    """The base stays as it is; PEFT merges what is saved, and so does `load_model`, from which training goes on."""
+    source, adapter = tmp_path / "model", tmp_path / "adapter"
+    save(kind, source)
+    adapter.mkdir()
+    model = load_model(source, implementation="transformers")
+    shape = LoraShape(4, 8.0, ("q_proj", "down_proj") if kind == "olmo2" else ("c_attn", "c_fc"))
+    assert set(shape.targets) < set(linear_names(model.config))
+    batch, full = teacher_batch([(prompt, [9, 7, 8]) for prompt in PROMPTS], 0), FullDepth(L)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = teacher_forced_logits(model, batch, full)
+    add_lora(model, shape, seed=3)
+    assert all(
+        torch.equal(one, other) for one, other in zip(plain, teacher_forced_logits(model, batch, full), strict=True)
+    )
+    again = load_model(source, implementation="transformers")
+    add_lora(again, shape, seed=3)
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+    def keep(weights: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        own = {name.removeprefix("model."): value for name, value in weights.items()}
+        save_adapter(own, adapter, model.config, shape, str(source))
+
+    config = make_config(epochs=4.0, batch_size=3, validate_every=4, learning_rate=0.02, warmup_steps=1)
+    pairs = [(prompt, [9, 7, 8]) for prompt in PROMPTS]
+    train(model, pairs, pairs, config, Hooks(lambda _: None, keep, lambda *_: None))
+    trained = teacher_forced_logits(model, batch, full)
+    assert not any(torch.allclose(one, other, atol=0.1) for one, other in zip(plain, trained, strict=True))
+    now = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items() if "lora" not in name}
+    assert now.keys() == before.keys()
+    assert all(torch.equal(now[name], before[name]) for name in before)
+
+    ours = load_model(source, adapter=adapter, implementation="transformers")
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(reference, str(adapter)).merge_and_unload().eval()
+    check_tokens(ours, merged)
+    for one, other in zip(teacher_forced_logits(ours, batch, full), trained, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+    check_start(adapter, shape, read_config(source, "transformers"), source)
+    begun = load_model(source, implementation="transformers")
+    add_lora(begun, shape, 5, adapter_of(adapter, begun))
+    for one, other in zip(teacher_forced_logits(begun, batch, full), trained, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"model.adapter: has rank 4 and alpha 8 at .* asks for 8 and 8"):
+        check_start(adapter, LoraShape(8, 8.0, shape.targets), read_config(source, "transformers"), source)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
