@@ -6,6 +6,8 @@
     .venv-peers/bin/python benchmarks/compare_peers.py --output-json benchmarks/results/...json
     .venv-peers/bin/python benchmarks/compare_peers.py --dtype float32     # all in float32
     .venv-peers/bin/python benchmarks/compare_peers.py --check             # float32: are the tokens equal?
+    .venv-peers/bin/python benchmarks/compare_peers.py --model smollm2-135m --dtype float32 --batch-sizes 32 \
+        --engines full transformers transformers-unpacked hf-dynamic      # layers of ours, and of transformers
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions gsm8k.jsonl   # mixed lengths
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --natural --batch-sizes 128
     .venv-peers/bin/python benchmarks/compare_peers.py --model FOLDER --questions ... --natural --schema FILE  # JSON
@@ -67,7 +69,7 @@ KNOWN = sorted(
         *CUDA,
         *SPECULATIVE,
         *OURS,
-        *(f"{name}-int8" for name in OURS if "lossless" not in name),
+        *(f"{name}-int8" for name in OURS if not name.endswith(("lossless", "unpacked"))),
     }
 )
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")

@@ -27,6 +27,8 @@ OURS["full-lossless"] = {
     "method": "full",
     "lossless": "auto",
 }  # drafts that a calibrated checkpoint carries, and repeats
+OURS |= {"transformers": {"method": "full"}, "transformers-unpacked": {"method": "full"}}
+"""By way of transformers' layers, with packed products and without."""
 DRAFTED = 4  # tokens at a time, of peers that speculate
 EXITS_AT = 4  # the layer behind which Hugging Face's drafts leave the model: a share of it, 1 / EXITS_AT
 HOST_PAGES = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64}  # of transformers' continuous batching
@@ -129,8 +131,14 @@ def ours(spec: Spec) -> Engine:
 
     torch.set_num_threads(spec.threads)
     plain = spec.name.removesuffix("-int8")
-    loaded = load_model(Path(spec.model), device=spec.device, dtype=getattr(torch, spec.dtype))
-    model = loaded.pack("int8" if plain != spec.name else None)
+    loaded = load_model(
+        Path(spec.model),
+        device=spec.device,
+        dtype=getattr(torch, spec.dtype),
+        implementation="transformers" if plain.startswith("transformers") else "auto",
+    )
+    is_packed = not plain.endswith("-unpacked")
+    model = loaded.pack("int8" if plain != spec.name else None) if is_packed else loaded
     graphs = make_graphs(model, max_rows=spec.max_batch)
     layers = model.config.num_hidden_layers
 
