@@ -236,17 +236,15 @@ def test_other_verbs_refuse_it(
         assert message in err
 
 
-@pytest.mark.parametrize(
-    ("target", "kind"), [("ffn_skip", "gemma2"), pytest.param("drafts", "cohere", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "kind"), [("ffn_skip", "gemma2"), ("drafts", "cohere")])
 def test_calibrate_writes_what_generate_uses(
     target: str, kind: str, folder_of: Callable[[str], Path], prompts: Path, tmp_path: Path, call: Call
 ) -> None:
     """The same model, whose config.json carries what was found."""
     output, keys = tmp_path / "out", {"max_new_tokens": 6, "num_prompts": 8, "batch_size": 4, "threads": 1}
     keys |= {"model.dtype": "float32", "target": target, "input.path": prompts, "model.source": folder_of(kind)}
-    if target == "drafts":
-        keys["batch_sizes"] = "[2]"
+    keys |= {"batch_sizes": "[2]"} if target == "drafts" else {"warmup_tokens": 1}
     code, _, err = call(calibrate, f"output={output}", *(f"{key}={value}" for key, value in keys.items()))
     assert code == 0, err
     before, after = (load_model(folder).state_dict() for folder in (folder_of(kind), output))
