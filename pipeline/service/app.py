@@ -227,18 +227,20 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
         check_exact_drafts(model.decode, True, model.config, device, why_other_bits(dtype))
     if config.sampling.deterministic:
         refuse_wrapped(model.config, "sampling.deterministic", "a fixed shape of batches")
-    if config.engine.scheduler == "continuous":
+    shares = config.batches.workers == "shared"
+    if config.engine.scheduler == "continuous" or shares:
         if config.sampling.deterministic:
+            key, other = ("batches.workers", "own") if shares else ("engine.scheduler", "cohort")
+            wrong = "shared" if shares else "continuous"
             raise ConfigError(
                 "sampling.deterministic",
-                "needs fixed batch shapes, which engine.scheduler=continuous does not have; "
-                "use engine.scheduler=cohort",
+                f"needs fixed batch shapes, which {key}={wrong} does not have; use {key}={other}",
             )
         try:
             check_continuous(make_schedule(model.decode, num_layers=model.config.num_hidden_layers, max_new_tokens=16))
         except ValueError as error:
             raise ConfigError.parse(error) from error
-    if config.batches.workers == "shared":
+    if shares:
         check_sharing(config, model)
     if (path := config.storage.path) is not None:
         Storage(path).check()
@@ -262,17 +264,16 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
         deterministic=config.sampling.deterministic,
         shares_prefixes=config.decode.prefix == "auto",
         memory_share=config.engine.memory_share,
-        has_graphs=config.engine.scheduler == "cohort",
+        has_graphs=config.engine.scheduler != "continuous" and not shares,
     )
     keys = read_keys(config.auth) if made_key is None else (digest(made_key),)
-    shares = config.storage.path is not None and config.batches.workers == "shared"
-    digest_of_model = model_digest(config.model, model) if shares else ""
+    digest_of_model = model_digest(config.model, model) if shares and config.storage.path is not None else ""
     return EndpointSpec(config, generator, keys, job_settings(config), digest_of_model)
 
 
 def check_sharing(config: ServeConfig, model: ResolvedModel) -> None:
     """ConfigError if rows of batches cannot join the batches of the endpoint."""
-    if config.engine.scheduler != "continuous":
+    if config.engine.scheduler == "cohort":
         raise ConfigError(
             "batches.workers",
             "shared needs a batch that rows join at any step, which engine.scheduler=cohort does not have; use "

@@ -47,8 +47,10 @@ class AnswerSection(Section):
 
 
 class EngineSection(Section):
-    scheduler: Literal["cohort", "continuous"] = "cohort"
-    """cohort: requests that wait together form a batch. continuous: requests join and leave a batch at any step."""
+    scheduler: Literal["auto", "cohort", "continuous"] = "auto"
+    """continuous: requests join and leave a batch at any step. cohort: requests that wait together form a batch, whose
+    steps a GPU replays as CUDA graphs. auto: continuous on CPUs and with `batches.workers: shared`, else cohort; cohort
+    where `decode.ffn_skip` by row or `sampling.deterministic` needs it."""
     batch_size: Positive = 32
     """Rows of a cohort, or of a continuous batch."""
     memory_share: Annotated[float, Field(gt=0.0, le=0.95)] = MEMORY_SHARE

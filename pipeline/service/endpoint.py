@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from actors.generator import Generator
 from actors.generator_config import GeneratorConfig
@@ -23,6 +23,7 @@ from pipeline.service.config import ServeConfig
 from pipeline.service.engine_requests import Prompts
 from pipeline.service.shares import Shares
 from skipdecode.config.sampling import Sampling
+from skipdecode.engine.continuous_batch import check_continuous
 from skipdecode.engine.request import Request
 
 TRIED_TOKENS = 256  # length of the prompt that is timed
@@ -58,6 +59,21 @@ def resolve_stall_s(generator: Generator, config: ServeConfig) -> float:
         token_s = (time.monotonic() - began) / count
     most = max(config.engine.max_prefill_tokens, positions)
     return max(config.limits.stall_s, STALL_MARGIN * most * token_s)
+
+
+def choose_scheduler(config: ServeConfig, generator: Generator) -> Literal["cohort", "continuous"]:
+    """`engine.scheduler`, with `auto` resolved for the device and the schedule of this replica."""
+    if config.engine.scheduler != "auto":
+        return config.engine.scheduler
+    if config.sampling.deterministic:
+        return "cohort"
+    if config.batches.workers == "shared":
+        return "continuous"
+    try:
+        check_continuous(generator.schedule(config.sampling.max_new_tokens))
+    except ValueError:
+        return "cohort"
+    return "continuous" if generator.device.type == "cpu" else "cohort"
 
 
 class Answering:
@@ -124,7 +140,7 @@ class Endpoint:
                 stall_s = loader.submit(resolve_stall_s, generator, config).result()
         self.generator = generator
         engine = EngineConfig(
-            scheduler=config.engine.scheduler,
+            scheduler=choose_scheduler(config, generator),
             batch_size=config.engine.batch_size,
             max_cohorts=config.engine.max_cohorts,
             max_prefill_tokens=config.engine.max_prefill_tokens,

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from actors.generator import Generator
+from actors.generator_config import GeneratorConfig
 from jobs import serve as serve_verb
 from pipeline.config.job import ConfigError
 from pipeline.service.app import make_spec, replica_threads
 from pipeline.service.auth import digest
 from pipeline.service.config import ServeConfig
+from pipeline.service.endpoint import choose_scheduler
 from pipeline.service.serve import StopSignals, load, serve_until_stopped
 from tests.support.service_helpers import DEMO, ROOT, free_port
 
@@ -53,6 +57,7 @@ def test_overrides_and_options() -> None:
         (["model.source=nowhere/at/all"], "model.source: 'nowhere/at/all' is not a folder"),
         (["engine.scheduler=continuous", "sampling.deterministic=true"], "sampling.deterministic: needs fixed"),
         (["engine.scheduler=continuous", "decode.ffn_skip={mode: row}"], "decode.ffn_skip.mode: the continuous"),
+        (["batches.workers=shared", "sampling.deterministic=true"], "fixed batch shapes, which batches.workers=shared"),
         (["batches.workers=shared", "engine.scheduler=cohort"], "batches.workers: shared needs a batch that rows join"),
         (
             ["batches.workers=shared", "decode={method: skipdecode, speedup: 2}"],
@@ -206,3 +211,24 @@ def test_a_signal_ends_the_start_or_the_serving_once() -> None:
 def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert serve_verb.main(["--config", CONFIG, "--port", url.rpartition(":")[2]]) == 2
     assert "is not available" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "decode", "device", "scheduler"),
+    [
+        ({}, {"method": "full"}, "cpu", "continuous"),
+        ({}, {"method": "skipdecode", "speedup": 2}, "cpu", "continuous"),
+        ({}, {"method": "skipdecode", "speedup": 2, "lossless": True}, "cpu", "continuous"),
+        ({}, {"method": "full", "ffn_skip": {"mode": "row", "cold_start": 1, "cold_end": 1}}, "cpu", "cohort"),
+        ({"sampling": {"deterministic": True}}, {"method": "full"}, "cpu", "cohort"),
+        ({"engine": {"scheduler": "cohort"}}, {"method": "full"}, "cpu", "cohort"),
+        ({}, {"method": "full"}, "cuda", "cohort"),
+        ({"batches": {"workers": "shared"}}, {"method": "full"}, "cuda", "continuous"),
+    ],
+)
+def test_the_scheduler_suits_the_device_and_the_schedule(
+    tiny_checkpoint: Path, args: dict[str, Any], decode: dict[str, Any], device: str, scheduler: str
+) -> None:
+    generator = Generator(GeneratorConfig(str(tiny_checkpoint), decode, dtype="float32"))
+    generator.device = torch.device(device)  # as it would be there; nothing runs
+    assert choose_scheduler(ServeConfig.model_validate(args), generator) == scheduler
