@@ -189,8 +189,9 @@ class RepetitionDetectionSection(Section):
     """Tokens of the longest pattern."""
     min_pattern_size: Annotated[int, Field(ge=1)] = 1
     """Tokens of the shortest pattern."""
-    min_count: Annotated[int, Field(ge=2)] = 4
-    """How many times a pattern must follow itself; text that is no loop often has two or three."""
+    min_count: Annotated[int, Field(ge=2)] = 12
+    """How many times a pattern must follow itself. Text that is no loop has fewer: four zeros, or the rule of a table
+    with eight columns."""
 
     @field_validator("min_pattern_size")
     @classmethod

@@ -23,8 +23,9 @@ class RepetitionDetection:
     """Tokens of the longest pattern."""
     min_pattern_size: int = 1
     """Tokens of the shortest pattern."""
-    min_count: int = 4
-    """How many times the pattern must follow itself; text that is no loop often has two or three."""
+    min_count: int = 12
+    """How many times the pattern must follow itself. Text that is no loop has fewer: four zeros, or the rule of a table
+    with eight columns."""
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_pattern_size, 1, MAX_PATTERN_TOKENS):
