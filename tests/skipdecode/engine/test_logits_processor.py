@@ -190,7 +190,7 @@ def test_a_loop_ends_a_row_where_vllm_sees_it(tokens: list[int], sizes: list[int
 
 
 def test_a_row_that_is_to_be_longer_goes_on_in_a_loop() -> None:
-    row = Row(Request("", [1], Sampling(9, min_new_tokens=7, repetition_detection=RepetitionDetection(1))))
+    row = Row(Request("", [1], Sampling(9, min_new_tokens=7, repetition_detection=RepetitionDetection(1, 1, 4))))
     row.take([5] * 9, (), None)
     assert (len(row.tokens), row.finish_reason) == (7, REPETITION)
 
