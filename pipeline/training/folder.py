@@ -23,6 +23,7 @@ from pipeline.store.run_folder import RunFolder
 from pipeline.store.run_state import check_version
 from pipeline.training.training_records import LogLine, TrainingRecord, TrainingState
 from skipdecode.checkpoint import lora_adapter as adapter
+from skipdecode.config.wrapped import SWIFTKV_FILE
 from skipdecode.schedules import trained as tuning
 
 KEEP = 2  # checkpoints
@@ -34,6 +35,7 @@ MODEL_FILES = (
     adapter.CONFIG_FILE,
     tuning.SCHEDULE_FILE,
     tuning.TRAINED_FILE,
+    SWIFTKV_FILE,
     *WEIGHTS,
 )
 OURS = (*MODEL_FILES, "training.json", "training")  # the last holds run.json, which says that the rest is ours

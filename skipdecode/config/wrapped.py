@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from skipdecode.config.model import DecoderConfig, FeedForwardKind, Implementation, Parts, TokenizerRules
 
+SWIFTKV_FILE = "swiftkv.safetensors"
+"""The weights of SwiftKV, beside those of the model, which transformers opens without them."""
+
 
 @dataclass(frozen=True)
 class Sublayers:

@@ -330,7 +330,7 @@ def test_finetune_trains_an_adapter_of_it(gemma: Path, prompts: Path, tmp_path: 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_distill_gives_it_swiftkv(gemma: Path, prompts: Path, tmp_path: Path, call: Call) -> None:
-    """With which `generate` decodes by default; transformers opens the folder as it is."""
+    """With which `generate` decodes where it is asked for; transformers opens the folder as it is."""
     pairs, output, run = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "swiftkv", tmp_path / "run"
     keys = {"epochs": 2, "batch_size": 64, "learning_rate": 0.005, "warmup_steps": 1, "fit_pairs": 64}
     keys |= {"validate_every": 12, "precision": "float32"}
@@ -340,16 +340,16 @@ def test_distill_gives_it_swiftkv(gemma: Path, prompts: Path, tmp_path: Path, ca
     assert code == 0, err
     config = read_config(output)
     assert config.swiftkv is not None
-    assert config.default_prefill == "swiftkv"
     keys = {"model.source": output, "model.dtype": "float32", "sampling.ignore_eos": "true"}
-    keys |= {"sampling.max_new_tokens": NUM_NEW}
+    keys |= {"sampling.max_new_tokens": NUM_NEW, "prefill.method": "swiftkv"}
     code, _, err = call(generate, "-i", prompts, "-o", run, *(f"{key}={value}" for key, value in keys.items()))
     assert code == 0, err
     made, model = rows_of(run), load_model(output)
     schedule = make_schedule({"method": "full"}, num_layers=L, max_new_tokens=NUM_NEW, swiftkv_from=3)
     encoded = Tokenizer(output, config).encode(PROMPTS)
     requests = [Request(f"r{n}", tokens, Sampling(NUM_NEW, ignore_eos=True)) for n, tokens in enumerate(encoded)]
-    assert {one.id: one.tokens for one in decode_batch(model, requests, schedule).completions} == made
+    completions = decode_batch(model, requests, schedule).completions
+    assert {r.id: one.tokens for r, one in zip(requests, completions, strict=True)} == made
     before = AutoModelForCausalLM.from_pretrained(gemma).state_dict()
     after = AutoModelForCausalLM.from_pretrained(output).state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

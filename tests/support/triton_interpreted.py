@@ -460,15 +460,15 @@ def fp8_rows(dtype: torch.dtype) -> None:
     assert (made.float() * scales)[4].isnan().any()
 
 
-def fp8_ends() -> None:
+def fp8_ends(count: int = 150) -> None:
     """What a cache in FP8 makes of any number: the nearest, 448 for what is larger, NaN for NaN."""
-    x = torch.cat([torch.randn(4000) * 10.0 ** torch.randint(-4, 4, (4000,)), torch.tensor(
-        [448.0, 464, 465, -1e9, torch.inf, -torch.inf, torch.nan, 0, 2.0**-9, 2.0**-10, 3 * 2.0**-11, -0.0]
-    )])[-4000:].to(DEVICE)  # fmt: skip
-    memory = torch.zeros(2, 1, 1, 4000, 1, device=DEVICE).to(FP8)
-    prompts = PackedPrompts(torch.arange(4000, device=DEVICE)[None], torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    ends = [448.0, 464, 465, -1e9, torch.inf, -torch.inf, torch.nan, 0, 2.0**-9, 2.0**-10, 3 * 2.0**-11, -0.0]
+    usual = torch.randn(count - len(ends)) * 10.0 ** torch.randint(-4, 4, (count - len(ends),))
+    x = torch.cat([usual, torch.tensor(ends)]).to(DEVICE)
+    memory = torch.zeros(2, 1, 1, count, 1, device=DEVICE).to(FP8)
+    prompts = PackedPrompts(torch.arange(count, device=DEVICE)[None], torch.zeros(1, dtype=torch.int64, device=DEVICE))
     TRITON.store(Heads(1, 1, 1), None, x[:, None], x[:, None], prompts, (memory[0], memory[1]))
-    assert torch.equal(as_bytes(memory), as_bytes(narrowed(x, FP8)).expand(2, -1).view(2, 1, 1, 4000, 1))
+    assert torch.equal(as_bytes(memory), as_bytes(narrowed(x, FP8)).expand(2, -1).view(2, 1, 1, count, 1))
 
 
 def lossless(name: str) -> None:
@@ -641,6 +641,7 @@ SLOW: dict[str, Callable[[], None]] = {
         for name in ("opt", "qwen3", "gemma3", "stablelm", "smollm3, windows")
     },
     "FP8, decoder, Llama, SwiftKV": lambda: decoder("llama", num_new=6, swiftkv=True, kv_cache_dtype="fp8"),
+    "FP8, ends, many": lambda: fp8_ends(4000),
     "FP8, sharing, Llama": lambda: sharing("llama", kv_cache_dtype="fp8"),
     "FP8, sharing, OPT, not captured": lambda: sharing("opt", kv_cache_dtype="fp8", is_captured=False),
 }

@@ -8,6 +8,7 @@ values that have been made already. Norms of heads and rotary positions are the 
 B rows, T tokens, D width, C outputs of `kv`.
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -24,13 +25,12 @@ from skipdecode.backends.backend import PackedWeight
 from skipdecode.backends.device import backend_on
 from skipdecode.backends.rope import RotaryTables
 from skipdecode.config.model import Quantization, SwiftKVConfig
+from skipdecode.config.wrapped import SWIFTKV_FILE
 from skipdecode.kv.view import KVView
 from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.swiftkv import SwiftKV
 
-FILE = "swiftkv.safetensors"
-"""Beside the weights, so that transformers opens the folder as it is."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -186,27 +186,31 @@ class WrappedSwiftKV(SwiftKV):
 
 
 def check_shapes(folder: Path, layers: Sequence[nn.Module], shape: SwiftKVConfig) -> None:
-    """ValueError if FILE in `folder` does not hold the weights of SwiftKV for these layers. Reads its header."""
+    """ValueError if SWIFTKV_FILE in `folder` does not hold weights of SwiftKV for these layers. Reads its header."""
     try:
-        with safe_open(folder / FILE, "pt") as file:
+        with safe_open(folder / SWIFTKV_FILE, "pt") as file:
             stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / FILE}: cannot be read, and swiftkv in config.json asks for it: {error}") from error
+        raise ValueError(
+            f"{folder / SWIFTKV_FILE}: cannot be read, and swiftkv in config.json asks for it: {error}"
+        ) from error
     wanted = {name: list(value.shape) for name, value in WrappedSwiftKV(layers, shape).state_dict().items()}
     for name in sorted(wanted.keys() | stored.keys()):
         if wanted.get(name) != stored.get(name):
             raise ValueError(
-                f"{folder / FILE}: tensor {name!r} is {stored.get(name)}, swiftkv in config.json asks for "
+                f"{folder / SWIFTKV_FILE}: tensor {name!r} is {stored.get(name)}, swiftkv in config.json asks for "
                 f"{wanted.get(name)}"
             )
 
 
 def load_weights(swiftkv: SwiftKV, folder: Path) -> None:
     """Those of `save_weights`, which `check_shapes` has compared."""
-    swiftkv.load_state_dict(load_file(folder / FILE))
+    swiftkv.load_state_dict(load_file(folder / SWIFTKV_FILE))
 
 
 def save_weights(swiftkv: SwiftKV, folder: Path, dtype: torch.dtype) -> None:
-    """Writes FILE."""
+    """Writes SWIFTKV_FILE beside config.json."""
     state = swiftkv.state_dict()
-    save_file({name: value.to(device="cpu", dtype=dtype).contiguous() for name, value in state.items()}, folder / FILE)
+    tensors = {name: value.to(device="cpu", dtype=dtype).contiguous() for name, value in state.items()}
+    save_file(tensors, folder / SWIFTKV_FILE)
+    shutil.copymode(folder / "config.json", folder / SWIFTKV_FILE)  # safetensors makes it readable by its owner only

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import check_folder, load_model, save_model
 from skipdecode.config.sampling import Sampling
+from skipdecode.config.wrapped import SWIFTKV_FILE
 from skipdecode.engine.generate import generate, generate_continuous
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.swiftkv import SwiftKV
 from skipdecode.model.teacher_forcing import teacher_batch, teacher_forced_logits
-from skipdecode.model.wrapped.swiftkv import FILE
 from skipdecode.schedules.from_config import make_schedule
 from skipdecode.schedules.schedule import Schedule
 from skipdecode.training.loss import ResponseLoss
@@ -187,13 +187,13 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
-    stored = load_file(folder / FILE)
-    save_file({name: value for name, value in stored.items() if name != "q.1.weight"}, folder / FILE)
+    stored = load_file(folder / SWIFTKV_FILE)
+    save_file({name: value for name, value in stored.items() if name != "q.1.weight"}, folder / SWIFTKV_FILE)
     with pytest.raises(
         ValueError, match=r"swiftkv.safetensors: tensor 'q.1.weight' is None, swiftkv in config.json asks"
     ):
         check_folder(folder)
-    (folder / FILE).unlink()
+    (folder / SWIFTKV_FILE).unlink()
     with pytest.raises(
         ValueError, match=r"swiftkv.safetensors: cannot be read, and swiftkv in config.json asks for it"
     ):
