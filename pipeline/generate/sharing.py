@@ -32,6 +32,7 @@ def model_digest(config: ModelConfig, model: ResolvedModel) -> str:
         "prefill": model.prefill,
         "implementation": model.config.implementation,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "files": digest_files(model.folder),
         "adapter": None if model.adapter is None else digest_adapter(model.adapter),
         "tokenizer": tokenizer and digest_files(resolve_source(tokenizer, "model.tokenizer")),

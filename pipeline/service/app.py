@@ -107,12 +107,17 @@ class Completions:
         }
 
     async def decode_in_background(
-        self, answers: ActorHandle, key: str, requests: Sequence[Request]
+        self, answers: ActorHandle, key: str, requests: Sequence[Request], expected: EndpointTerms
     ) -> ActorHandle | None:
         """Takes a window of a batch, whose answers will be in that `AnswerBox`. Returns a handle of this replica, which
-        tells whether it lives, or None if it takes nothing any more. EngineDead."""
+        tells whether it lives, or None if it takes nothing any more. It refuses all rows if it has another model or
+        dtype than `expected`, as after a deployment while the batch runs. EngineDead."""
         if self.endpoint.is_draining:
             return None
+        terms = self.background_terms()
+        if (terms["model"], terms["dtype"]) != (expected["model"], expected["dtype"]):
+            await answers.put.remote(key, Delivery([None] * len(requests)))
+            return ray.get_runtime_context().current_actor
         rows = BackgroundRows(self.endpoint.thread, requests)
         await asyncio.to_thread(rows.submit)
         self._windows[key] = answers, asyncio.create_task(self._deliver(rows, answers, key))

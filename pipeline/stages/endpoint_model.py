@@ -142,7 +142,7 @@ class EndpointModel:
             key = uuid.uuid4().hex
             ray.get(self._answers.open.remote(key))
             try:
-                replica = self._handle.decode_in_background.remote(self._answers, key, requests)
+                replica = self._handle.decode_in_background.remote(self._answers, key, requests, self._terms)
                 delivery = self._await_answers(key, replica.result(timeout_s=HAND_OVER_S))
             except ray.exceptions.RayActorError:
                 return [None] * len(requests)

@@ -64,7 +64,7 @@ def main(cpu_s: str, *path: str) -> None:
 
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s), resource.getrlimit(resource.RLIMIT_CPU)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.path[:] = path
     import llguidance
