@@ -38,8 +38,8 @@ class BatchesSection(Section):
     """Seconds after which a batch makes room for one of another client that waits, and waits itself."""
     workers: Literal["own", "shared"] = "own"
     """Who decodes. own: workers of each batch, which load the model again. shared: the endpoint's replicas, in places
-    of their batches that no request wants; needs `engine.scheduler: continuous`, and a `decode` that gives all rows one
-    schedule."""
+    of their batches that no request wants; not with `engine.scheduler: cohort`, and only with a `decode` that gives all
+    rows one schedule."""
     max_prefill_tokens: Positive = 128
     """With `workers: shared`, the most prompt tokens of batches in one step, for which a request that arrives meanwhile
     has to wait. A longer prompt has a step of its own."""
