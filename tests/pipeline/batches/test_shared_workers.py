@@ -230,3 +230,24 @@ def test_an_application_that_is_deployed_anew_goes_on(tmp_path: Path) -> None:
     (report,) = (tmp_path / "storage").rglob("report.json")
     figures = json.loads(report.read_text())
     assert figures["prefill_s"] == figures["decode_s"] == 0, "a worker has decoded"
+
+
+def test_a_batch_keeps_its_schedule_where_another_is_deployed(tmp_path: Path) -> None:
+    """The new replicas, which decode at full depth, refuse its rows; workers of its own decode them."""
+    schedule = ", ".join(f"{key}: {value}" for key, value in DECODE.items())
+    keys = [f"model.source={DEMO}", "model.dtype=float32", "auth.open_on_loopback=true", *SHARED]
+    keys.append(f"storage.path={tmp_path / 'storage'}")
+    before = load("configs/serve.yaml", [*keys, f"decode={{{schedule}}}"], None, free_port())
+    after = load("configs/serve.yaml", [*keys, "decode={method: full}"], None, None)
+    with running(before) as url:
+        client = openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0, timeout=60)
+        batch = create(client, good_lines(200))
+        wait_for(lambda: completed(client, batch) >= 16)
+        deployed = bind_application(make_spec(after.args), after.deployment)
+        serve.run(deployed, name=before.name, route_prefix=before.route_prefix)
+        done, _ = wait_for_batch(client, batch.id)
+        output, errors = answers_of(client, done)
+    assert errors == []
+    check_greedy(output, 200)
+    (report,) = (tmp_path / "storage").rglob("report.json")
+    assert json.loads(report.read_text())["decode_s"] > 0, "no worker has decoded"
