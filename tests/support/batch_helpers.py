@@ -14,6 +14,7 @@ from pipeline.batches.run_config import job_settings
 from pipeline.batches.status import TERMINAL
 from pipeline.batches.storage import ClientStorage, Storage, StoredBatch
 from pipeline.config.job import build_config
+from pipeline.demo.restaurant_prompts import make_prompts
 from pipeline.service.auth import check_key, digest
 from pipeline.service.batch_routes import BatchRoutes
 from pipeline.service.config import ServeConfig
@@ -22,6 +23,8 @@ from tests.support.local_app import local_app
 
 KEY, OTHER_KEY = "first-secret-key", "second-secret-key"
 SESSION = "0123456789ab"
+PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
+"""That the demo model knows."""
 
 
 def line(custom_id: str, prompt: str = "a", *, model: str | None = "tiny", **body: Any) -> dict[str, Any]:
@@ -31,9 +34,21 @@ def line(custom_id: str, prompt: str = "a", *, model: str | None = "tiny", **bod
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": own}
 
 
+def demo_lines(count: int, **body: Any) -> list[Any]:
+    """Lines for the demo model, `row-0` and so on, with PROMPTS in turns."""
+    return [line(f"row-{n}", PROMPTS[n % len(PROMPTS)], model="opt-e2e", **body) for n in range(count)]
+
+
 def jsonl(lines: list[Any]) -> bytes:
     """One line per entry; a string as it is."""
     return "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines).encode()
+
+
+def create_batch(client: openai.OpenAI, lines: list[Any], **keys: Any) -> Any:
+    """Uploads the lines and creates a batch of them; `keys` in place of what is usual."""
+    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    given = {"endpoint": "/v1/completions", "completion_window": "24h"} | keys
+    return client.batches.create(input_file_id=file.id, **given)
 
 
 def client_of(url: str, key: str = KEY) -> openai.OpenAI:

@@ -19,18 +19,28 @@ import openai
 import pytest
 
 from pipeline.batches.status import TERMINAL
-from pipeline.demo.restaurant_prompts import make_prompts
 from pipeline.store.run_folder import BATCH_FILES
-from tests.support.batch_helpers import KEY, OTHER_KEY, answers_of, client_of, jsonl, line, storage_of, wait_for_batch
+from tests.support.batch_helpers import (
+    KEY,
+    OTHER_KEY,
+    PROMPTS,
+    answers_of,
+    client_of,
+    create_batch,
+    demo_lines,
+    line,
+    storage_of,
+    wait_for_batch,
+)
 from tests.support.processes import command, descendants, environment, rows, run, titles
 from tests.support.service_helpers import DECODE, DEMO, Offline, Served, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(7200)]
 TRIALS = int(os.environ.get("BATCH_TRIALS", "30"))
-PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
 ORDER = ["validating", "in_progress", "finalizing", "cancelling"]  # then what is terminal
 NOT_IDLE = "batches.actors.background=false"  # a machine with other work on it has nothing to spare
 NO_ANSWER = openai.APIConnectionError, openai.InternalServerError
+FORTY = {"max_tokens": 40, "ignore_eos": True}
 VICTIMS = {
     "driver": "pipeline.batches.driver",
     "replica": "ray::ServeReplica:skipdecode:Completions",
@@ -39,16 +49,6 @@ VICTIMS = {
     "head": "gcs_server",
     "controller": "ray::ServeController",
 }
-
-
-def lines_of(count: int, **body: Any) -> list[Any]:
-    own = {"max_tokens": 40, "ignore_eos": True} | body
-    return [line(f"row-{n}", PROMPTS[n % 60], model="opt-e2e", **own) for n in range(count)]
-
-
-def create(client: openai.OpenAI, lines: list[Any]) -> Any:
-    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def test_whoever_dies_every_line_is_answered_once(tmp_path: Path, trial: int) ->
         with endpoint(tmp_path, NOT_IDLE) as server:
             client = client_of(server.url)
             if watch is None:
-                watch = Watch(create(client, lines_of(count)).id)
+                watch = Watch(create_batch(client, demo_lines(count, **FORTY)).id)
             is_down = False
             deadline = time.monotonic() + 400
             while not is_down:
@@ -155,10 +155,10 @@ def test_the_lines_are_those_of_generate(tmp_path: Path) -> None:
     """5,000 of them, or BATCH_LINES, of which one in a hundred is bad: the files of the API are those that
     `jobs.generate` makes of the same file, and their tokens are the same. Another key sees nothing of it."""
     count, storage = int(os.environ.get("BATCH_LINES", "5000")), tmp_path / "storage"
-    lines = with_bad_lines(lines_of(count - count // 100, max_tokens=12), count // 100)
+    lines = with_bad_lines(demo_lines(count - count // 100, max_tokens=12, ignore_eos=True), count // 100)
     with endpoint(tmp_path, NOT_IDLE, "batches.actors.batch_size=64", "batches.actors.window_batches=4") as server:
         client, other = client_of(server.url), client_of(server.url, OTHER_KEY)
-        batch, _ = wait_for_batch(client, create(client, lines).id, timeout_s=1800)
+        batch, _ = wait_for_batch(client, create_batch(client, lines).id, timeout_s=1800)
         assert batch.status == "completed"
         made = [client.files.content(own).text for own in (batch.output_file_id, batch.error_file_id)]
         assert list(other.batches.list()) == list(other.files.list()) == []

@@ -10,20 +10,28 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.batches.status import TERMINAL
-from pipeline.demo.restaurant_prompts import make_prompts
-from tests.support.batch_helpers import KEY, OTHER_KEY, answers_of, client_of, jsonl, line, storage_of, wait_for_batch
+from tests.support.batch_helpers import (
+    KEY,
+    OTHER_KEY,
+    PROMPTS,
+    answers_of,
+    client_of,
+    create_batch,
+    demo_lines,
+    line,
+    storage_of,
+    wait_for_batch,
+)
 from tests.support.processes import descendants, titles, wait_for
 from tests.support.service_helpers import Offline, Served, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
 BAD = [
     "{no json",
     line("", PROMPTS[0], model=None),
@@ -46,17 +54,6 @@ def server(folder: Path) -> Iterator[Served]:
         yield running
 
 
-def good_lines(count: int, **body: Any) -> list[Any]:
-    own = {"max_tokens": 12} | body
-    return [line(f"row-{n}", PROMPTS[n % len(PROMPTS)], model="opt-e2e", **own) for n in range(count)]
-
-
-def create(client: openai.OpenAI, lines: list[Any], **keys: Any) -> Any:
-    made = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
-    given = {"endpoint": "/v1/completions", "completion_window": "24h"} | keys
-    return client.batches.create(input_file_id=made.id, **given)
-
-
 def drivers(server: Served, batch_id: str = "") -> set[int]:
     found = titles(descendants(server.process.pid)).items()
     return {pid for pid, title in found if "pipeline.batches.driver" in title and batch_id in title}
@@ -65,7 +62,7 @@ def drivers(server: Served, batch_id: str = "") -> set[int]:
 def test_a_batch_is_answered_line_by_line(server: Served, folder: Path) -> None:
     """The answers are those of the decoder offline, beside completions that are answered meanwhile."""
     client = client_of(server.url)
-    batch = create(client, good_lines(40) + BAD, metadata={"corpus": "inns"})
+    batch = create_batch(client, demo_lines(40, max_tokens=12) + BAD, metadata={"corpus": "inns"})
     assert batch.status == "validating"
     offline = Offline()
     asked = client.completions.create(model="opt-e2e", prompt=PROMPTS[0], max_tokens=12, temperature=0)
@@ -93,23 +90,25 @@ def test_a_batch_is_answered_line_by_line(server: Served, folder: Path) -> None:
 
 def test_an_input_for_another_model_fails_before_anything_runs(server: Served) -> None:
     client = client_of(server.url)
-    lines = [*good_lines(3), line("other", PROMPTS[0], model="gpt-9")]
-    failed, _ = wait_for_batch(client, create(client, lines).id)
+    lines = [*demo_lines(3, max_tokens=12), line("other", PROMPTS[0], model="gpt-9")]
+    failed, _ = wait_for_batch(client, create_batch(client, lines).id)
     assert failed.status == "failed"
     assert [(one.code, one.line, one.param) for one in failed.errors.data] == [("model_not_found", 4, "body.model")]
     assert failed.output_file_id is None
-    chats, _ = wait_for_batch(client, create(client, good_lines(2), endpoint="/v1/chat/completions").id)
+    chats, _ = wait_for_batch(
+        client, create_batch(client, demo_lines(2, max_tokens=12), endpoint="/v1/chat/completions").id
+    )
     assert [one.code for one in chats.errors.data] == ["mismatched_endpoint"] * 2
 
 
 @pytest.mark.slow
 def test_a_killed_driver_and_a_killed_queue_lose_nothing_and_a_cancelled_batch_stays_so(server: Served) -> None:
     client, offline = client_of(server.url), Offline()
-    batch = create(client, good_lines(120, max_tokens=60, ignore_eos=True))
+    batch = create_batch(client, demo_lines(120, max_tokens=60, ignore_eos=True))
     wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 8, server.process)
     for pid in drivers(server, batch.id):
         os.kill(pid, signal.SIGKILL)
-    waiting = create(client, good_lines(4000, max_tokens=60, ignore_eos=True))
+    waiting = create_batch(client, demo_lines(4000, max_tokens=60, ignore_eos=True))
     wait_for(lambda: drivers(server, batch.id), server.process)
     queue = [pid for pid, title in titles(descendants(server.process.pid)).items() if "ServeReplica" in title]
     (runner,) = [pid for pid in queue if "Batches" in titles({pid})[pid]]

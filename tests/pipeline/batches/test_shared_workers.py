@@ -18,22 +18,30 @@ import openai
 import pytest
 from ray import serve
 
-from pipeline.demo.restaurant_prompts import make_prompts
 from pipeline.service.app import bind_application, make_spec
 from pipeline.service.serve import load, running
 from pipeline.store.run_folder import BATCH_FILES
-from tests.support.batch_helpers import KEY, answers_of, client_of, jsonl, line, storage_of, wait_for_batch
+from tests.support.batch_helpers import (
+    KEY,
+    PROMPTS,
+    answers_of,
+    client_of,
+    create_batch,
+    demo_lines,
+    storage_of,
+    wait_for_batch,
+)
 from tests.support.processes import command, descendants, environment, hits, rows, run, titles, wait_for
 from tests.support.service_helpers import DECODE, DEMO, Offline, Served, free_port, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
-PROMPTS = [row["prompt"] for row in make_prompts(60, seed=3)]
 SHARED = [
     "batches.workers=shared",
     "engine.batch_size=8",
     "batches.actors.window_batches=2",
     "batches.actors.background=false",  # a machine that runs other tests too has nothing to spare
 ]
+FORTY = {"max_tokens": 40, "ignore_eos": True}
 REPLICA = "ray::ServeReplica:skipdecode:Completions"
 
 
@@ -53,16 +61,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Served]:
     with sharing(folder) as running:
         yield running
-
-
-def good_lines(count: int, **body: Any) -> list[Any]:
-    own = {"max_tokens": 40, "ignore_eos": True} | body
-    return [line(f"row-{n}", PROMPTS[n % 60], model="opt-e2e", **own) for n in range(count)]
-
-
-def create(client: openai.OpenAI, lines: list[Any]) -> Any:
-    file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
 
 
 def completed(client: openai.OpenAI, batch: Any) -> int:
@@ -110,11 +108,11 @@ def test_lines_are_answered_as_by_generate_beside_online_requests(server: Served
         {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}, {"frequency_penalty": 1.5},
         {"max_tokens": 1}, {"max_tokens": 150}, {"echo": True, "logprobs": 1, "max_tokens": 0}, {"temperature": "hot"},
     ]  # fmt: skip
-    lines = [one for n in range(110) for one in [good_lines(n + 1)[n]]]
+    lines = demo_lines(110, **FORTY)
     for n, one in enumerate(lines):
         one["body"] |= kinds[n % len(kinds)]
     with Asking(server) as asking:
-        batch, _ = wait_for_batch(client, create(client, lines).id)
+        batch, _ = wait_for_batch(client, create_batch(client, lines).id)
     offline = Offline()
     assert set(asking.texts) == {offline.text(offline(PROMPTS[5], 12))}
     assert batch.status == "completed"
@@ -162,7 +160,7 @@ def rounded(value: Any) -> Any:
 
 def test_a_replica_that_is_killed_loses_no_line(server: Served) -> None:
     client = client_of(server.url)
-    batch = create(client, good_lines(160))
+    batch = create_batch(client, demo_lines(160, **FORTY))
     wait_for(lambda: completed(client, batch) >= 16, server.process)
     (pid,) = replicas(server)
     os.kill(pid, signal.SIGKILL)
@@ -180,7 +178,7 @@ def test_a_replica_that_is_killed_loses_no_line(server: Served) -> None:
 
 def test_a_cancelled_batch_leaves_the_replica(server: Served) -> None:
     client = client_of(server.url)
-    batch = create(client, good_lines(4000))
+    batch = create_batch(client, demo_lines(4000, **FORTY))
     wait_for(lambda: completed(client, batch) > 0, server.process)
     assert server.get("/health").json()["background"] > 0
     client.batches.cancel(batch.id)
@@ -197,7 +195,7 @@ def test_a_poison_row_ends_one_replica_and_fails_alone(tmp_path: Path) -> None:
     env = environment(faults, tmp_path)
     with sharing(tmp_path, SKIPDECODE_FAULTS=env["SKIPDECODE_FAULTS"]) as server:
         client = client_of(server.url)
-        batch = create(client, good_lines(60))
+        batch = create_batch(client, demo_lines(60, **FORTY))
 
         def ended() -> Any:
             with suppress(openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
@@ -219,7 +217,7 @@ def test_an_application_that_is_deployed_anew_goes_on(tmp_path: Path) -> None:
     two, one = ({**file.deployment, "num_replicas": count} for count in (2, 1))
     with running(replace(file, deployment=two)) as url:
         client = openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0, timeout=60)
-        batch = create(client, good_lines(400))
+        batch = create_batch(client, demo_lines(400, **FORTY))
         wait_for(lambda: completed(client, batch) >= 32)
         serve.run(bind_application(make_spec(file.args), one), name=file.name, route_prefix=file.route_prefix)
         done, _ = wait_for_batch(client, batch.id)
@@ -241,7 +239,7 @@ def test_a_batch_keeps_its_schedule_where_another_is_deployed(tmp_path: Path) ->
     after = load("configs/serve.yaml", [*keys, "decode={method: full}"], None, None)
     with running(before) as url:
         client = openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0, timeout=60)
-        batch = create(client, good_lines(200))
+        batch = create_batch(client, demo_lines(200, **FORTY))
         wait_for(lambda: completed(client, batch) >= 16)
         deployed = bind_application(make_spec(after.args), after.deployment)
         serve.run(deployed, name=before.name, route_prefix=before.route_prefix)
