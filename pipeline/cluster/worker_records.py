@@ -53,6 +53,7 @@ class BatchRecord(TypedDict):
     rows: int
     layers: int
     prompt_columns: int
+    prompt_padding: int
     input_tokens: int
     output_tokens: int
     decode_steps: int

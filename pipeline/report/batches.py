@@ -30,6 +30,7 @@ T_975 = (
 ALL = (
     "rows",
     "input_tokens",
+    "prompt_padding",
     "output_tokens",
     "layers_run",
     "ffns_run",
@@ -45,9 +46,7 @@ PAIRED = (
 """Columns that are summed over the batches that were decoded at full depth, too."""
 BOTH, DECODE = ("prefill_s", "decode_s"), ("decode_s",)
 COLUMNS = tuple(
-    dict.fromkeys(
-        (*ALL, *PAIRED, *DRAFT_COLUMNS, "layers", "prompt_columns", "full_output_tokens", "full_error", "split_error")
-    )
+    dict.fromkeys((*ALL, *PAIRED, *DRAFT_COLUMNS, "layers", "full_output_tokens", "full_error", "split_error"))
 )
 
 
@@ -72,8 +71,6 @@ class BatchTotals:
 
     all: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(ALL))
     paired: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(PAIRED))
-    columns: float | None = None
-    """Tokens of prompts, padding included."""
     full_layers: float | None = None
     """Layers that full depth would have run for the decode steps."""
     num_pairs: int = 0
@@ -95,7 +92,6 @@ class BatchTotals:
         """`table`: COLUMNS of `metrics_schemas.BATCH_SCHEMA`, and maybe more."""
         for name in ALL:
             self.all[name] = _plus(self.all[name], table[name])
-        self.columns = _plus(self.columns, pc.multiply(table["rows"], table["prompt_columns"]))
         steps = pc.subtract(table["output_tokens"], table["rows"])
         self.full_layers = _plus(self.full_layers, pc.multiply(table["layers"], steps))
         self.drafts.add(table)

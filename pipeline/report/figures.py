@@ -68,7 +68,7 @@ def _counted(
     if price_per_hour is None:
         price_per_hour = state["config"]["actors"]["price_per_hour"]
     decode, num_layers = state["decode"], state["model"]["layers"]
-    padded = ratio(batches.total("input_tokens"), batches.columns)
+    padding = batches.total("prompt_padding")
     return {
         "duration_s": duration_s,
         "completed": totals.ok,
@@ -86,7 +86,7 @@ def _counted(
         "drafts": batches.drafts.figures(),
         "layers_per_token": ratio(batches.total("layers_run"), batches.decode_steps),
         "ffns_per_token": ratio(batches.total("ffns_run"), batches.decode_steps),
-        "padding_fraction": 0.0 if padded is None else 1 - padded,
+        "padding_fraction": ratio(padding, batches.total("prompt_padding", "input_tokens")) or 0.0,
         "prefill_s": batches.total("prefill_s") or 0.0,
         "decode_s": batches.total("decode_s") or 0.0,
         "prefix_tokens_saved": int(batches.total("prefix_tokens_saved") or 0),

@@ -31,6 +31,7 @@ class StoredStart(TypedDict):
 Kind = Literal["batches", "windows", "workers"]
 _COST: Final = (  # of a batch, in the run's depth and again at full depth
     ("prompt_columns", pa.int32()),
+    ("prompt_padding", pa.int64()),
     ("input_tokens", pa.int64()),
     ("output_tokens", pa.int64()),
     ("decode_steps", pa.int32()),

@@ -174,7 +174,10 @@ class EndpointModel:
         """What is known of the rows as a batch. Its steps had other rows, too, so no time is theirs alone."""
         pairs = [(r, a) for r, a in zip(requests, made, strict=True) if isinstance(a, Completion)]
         number, self._num_windows = self._num_windows, self._num_windows + 1
-        unknown = "prompt_columns", "decode_steps", "row_steps", "layer_row_steps", "cache_bytes", "prefix_tokens_saved"
+        unknown = (
+            "prompt_columns", "prompt_padding", "decode_steps", "row_steps", "layer_row_steps", "cache_bytes",
+            "prefix_tokens_saved",
+        )  # fmt: skip
         return {
             **dict.fromkeys(unknown, 0),
             "batch": number,

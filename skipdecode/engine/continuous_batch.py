@@ -245,6 +245,8 @@ class ContinuousBatch:
             self.stats.prefix_tokens_saved += sharing.tokens_saved
         else:
             made, cache = self._feed_beside(requests, return_argmax=return_argmax)
+        if not self._feeds_in_place:
+            self.stats.prompt_padding += sum(cache.num_pad_host or ())
         self._cache.copy(cache, slots)
         return made
 

@@ -43,6 +43,9 @@ class BatchStats:
 
     rows: int = 0
     prompt_columns: int = 0
+    """Tokens of the longest prompt, or the fixed number of columns."""
+    prompt_padding: int = 0
+    """Positions of the prompts that were run although they are padding."""
     input_tokens: int = 0
     output_tokens: int = 0
     decode_steps: int = 0

@@ -100,10 +100,14 @@ class StaticBatch:
         self._is_processed = any(row.request.sampling.processes_logits for row in self.rows)
         if self._is_processed:  # the next step's logits depend on the newest token
             self.check_every, self._max_pending = 1, 0
+        input_tokens = sum(len(r.prompt_tokens) for r in requests)
+        columns = self._longest if prompt_columns is None else prompt_columns
+        is_packed = not is_fixed and model.supports_packed_prompts(self._cache.k[0])
         self.stats = BatchStats(
             rows=len(self.rows),
-            prompt_columns=self._longest if prompt_columns is None else prompt_columns,
-            input_tokens=sum(len(r.prompt_tokens) for r in requests),
+            prompt_columns=columns,
+            prompt_padding=0 if is_packed else num_rows * columns - input_tokens,
+            input_tokens=input_tokens,
             prefix_tokens_saved=0 if sharing is None else sharing.tokens_saved,
             cache_bytes=self._cache.nbytes,
             prefill_s=synchronized_time(device) - begun,

@@ -72,8 +72,8 @@ def check_counts(of: Recount) -> None:
     assert of.figure("layers_per_token") == pytest.approx(sum(row["layers_run"] for row in of.good) / of.steps)
     assert of.figure("ffns_per_token") == pytest.approx(sum(row["ffns_run"] for row in of.good) / of.steps)
     assert of.figure("reasoning") == {"tokens": None, "unfinished": 0.0}
-    columns = sum(b["rows"] * b["prompt_columns"] for b in of.batches)
-    assert of.figure("padding_fraction") == pytest.approx(1 - sum(of.prompts) / columns)
+    padding = sum(b["prompt_padding"] for b in of.batches)
+    assert of.figure("padding_fraction") == pytest.approx(padding / (padding + sum(of.prompts)))
 
 
 def check_speedup(of: Recount) -> None:

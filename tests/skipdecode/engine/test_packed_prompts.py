@@ -177,6 +177,16 @@ def test_rows_of_one_shape_keep_their_padding() -> None:
     assert KERNELS.tokens == [17] * 3
 
 
+def test_padding_that_was_run_is_counted() -> None:
+    model, requests = model_of("llama"), requests_of(random_prompts([3, 9, 5], seed=1, vocab=200))
+    fixed = {"prompt_columns": 16, "batch_rows": 4, "compact": False}
+    for backend, static, kept_full in (PACKED, 0, 0), (PADDED, 3 * 9 - 17, 3 * 16 - 17):
+        with feeding(backend):
+            assert generate(model, requests, FullDepth(4)).stats.prompt_padding == static
+            assert generate(model, requests, FullDepth(4), **fixed).stats.prompt_padding == 4 * 16 - 17
+            assert generate_continuous(model, requests, FullDepth(4), max_rows=3).stats.prompt_padding == kept_full
+
+
 def test_prompts_are_stored_where_rows_are_decoded() -> None:
     """Rows that join take slots that lie apart, and nothing is copied."""
     model, prompts = model_of("llama"), random_prompts([3, 9, 5, 7], seed=4, vocab=200)
