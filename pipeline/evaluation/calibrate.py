@@ -94,9 +94,11 @@ def calibrate(config: CalibrateConfig, log: Log) -> CalibrationDocument | Drafts
     target = new_folder(config.output)
     device = device_to_measure(config.device)
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
+    # drafts are verified at full depth, which needs the whole prompt whatever the checkpoint was released to run with
+    prefill = PrefillConfig(method="full") if config.target == "drafts" else config.prefill
     try:
         model = check_model(
-            JobConfig(model=config.model, decode=config.decode, prefill=config.prefill, sampling=sampling), log
+            JobConfig(model=config.model, decode=config.decode, prefill=prefill, sampling=sampling), log
         )
     except ConfigError as error:  # which names the key of a job
         raise error.renamed("sampling.max_new_tokens", "max_new_tokens") from error

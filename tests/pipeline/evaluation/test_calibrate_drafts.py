@@ -16,13 +16,17 @@ from actors.generator_config import GeneratorConfig
 from jobs import calibrate, generate
 from pipeline.config.job import ConfigError, JobConfig, build_config
 from pipeline.resolve_model import check_model
+from skipdecode.checkpoint.model_config import read_config
+from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine.request import Request
 from skipdecode.engine.results import Completion
+from skipdecode.families.llama_swiftkv import as_llama_swiftkv
 from skipdecode.schedules.lossless import Lossless
 from skipdecode.speculative.draft import LAYERS
 from tests.support.verbs import Call
+from tests.support.wrapped_models import save
 
 L = 6
 IDLE = (1, 3, 4)
@@ -146,6 +150,22 @@ def test_nothing_pays_is_said_and_stored(verb: Verb, prompts: Path, tmp_path: Pa
         "num_layers": L, "decode": {"method": "full"}, "acceptance": []
     }  # fmt: skip
     assert resolved(out, lossless="auto") == {"method": "full", "lossless": "auto", "draft_tokens": "auto"}
+
+
+def test_drafts_of_a_checkpoint_with_swiftkv_are_for_the_whole_prompt(
+    verb: Verb, prompts: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """Though its `prefill.method` is swiftkv by default."""
+    save("llama", tmp_path / "llama", vocab_size=320)
+    model = load_model(tmp_path / "llama").with_swiftkv(3)
+    model.config = as_llama_swiftkv(model.config)
+    source = tmp_path / "swiftkv"
+    save_model(model, source)
+    shutil.copy(tokenizer_folder / "tokenizer.json", source)
+    assert read_config(source).default_prefill == "swiftkv"
+    code, document, err = verb("-i", prompts, "-o", tmp_path / "drafts", f"model.source={source}", "batch_sizes=[2]")
+    assert code == 0, err
+    assert document["prefill"] == "full"
 
 
 def test_a_carried_schedule_that_is_none_is_named_before_anything_is_decoded(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import skipdecode.api
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.weights import load_model, save_model
 from skipdecode.engine.generate import generate
@@ -102,6 +103,21 @@ def test_snowflakes_checkpoints_run_both_ways(tmp_path: Path, group_size: int) -
             if base == FullDepth(L):
                 assert decoded(tmp_path, base, is_packed=is_packed) == wanted
     assert naive != wanted, "the projections make no difference"
+
+
+def test_snowflakes_prompts_skip_unless_full_is_asked_for(tmp_path: Path, tokenizer_folder: Path) -> None:
+    snowflake(tmp_path, 1)
+    model = skipdecode.api.load(tmp_path, tokenizer=tokenizer_folder, dtype="float32", device="cpu")
+    texts = ["The Golden Otter serves", "near Willow Station"]
+    wanted: dict[str | None, list[list[int]]] = {}
+    for prefill, has_swiftkv in ((None, True), ("full", False)):
+        made = skipdecode.api.generate(model, texts, max_new_tokens=NEW, prefill=prefill)
+        wanted[prefill] = [
+            naive_llama(tmp_path, prompt, FullDepth(L), NEW, {2, 7, 9}, has_swiftkv=has_swiftkv)[0]
+            for prompt in model.tokenizer.encode(texts)
+        ]
+        assert [one.tokens for one in made] == wanted[prefill]
+    assert wanted[None] != wanted["full"]
 
 
 def test_what_we_write_is_snowflakes_layout(tmp_path: Path) -> None:
