@@ -349,8 +349,7 @@ def check_folder(
     """Checks the names and shapes in the weight files, and in an adapter, against config.json; raises ValueError.
 
     Reads headers alone, and of a tied head that is stored the values. Returns what is not used of the folder, one line
-    each. `config`: that of the folder, if it has been read. Of a model that transformers runs, not all tensors can be
-    compared: it renames and joins some as it loads them.
+    each. `config`: that of the folder, if it has been read.
     """
     folder = Path(folder)
     config = config or read_config(folder)

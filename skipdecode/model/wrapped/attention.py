@@ -100,6 +100,12 @@ def attend(
     rule = attention_mask.rule
     if rule is bidirectional_mask_function:
         raise ValueError("its tokens attend to later ones, as in an encoder")
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    if num_heads != num_kv_heads * getattr(module, "num_key_value_groups", num_heads // num_kv_heads):
+        raise ValueError(
+            f"its attention has {num_heads} heads of queries and {num_kv_heads} of keys, which num_key_value_heads "
+            "does not say"
+        )
     if call.only_stores:
         call.view.store(call.number, key, value)
         raise Stored

@@ -4,20 +4,21 @@ The model is made on the meta device, and each of its layers is run up to its at
 within seconds, before anything starts.
 """
 
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from skipdecode.config.json_files import read_eos
 from skipdecode.config.model import SwiftKVConfig, TokenizerRules
@@ -25,13 +26,13 @@ from skipdecode.config.wrapped import Sublayers, WrappedConfig
 from skipdecode.kv.view import VariantView
 from skipdecode.model.wrapped.adapter import merge_adapter
 from skipdecode.model.wrapped.attention import ATTENTION, Mask, Stored, attending
-from skipdecode.model.wrapped.hollow_model import Arguments, HollowModel, find_stack_name
+from skipdecode.model.wrapped.hollow_model import Arguments, HollowModel
 from skipdecode.model.wrapped.sublayers import find_sublayers
 from skipdecode.model.wrapped.swiftkv import check_shapes, find_attention
 
 MAX_LAYERS = 1024
-IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
-"""What transformers' models call the names in files that they leave out, such as layers for several tokens at once."""
+ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
+"""A variable of transformers."""
 MOVING_ROPES = ("dynamic", "longrope")
 """Frequencies that follow the length of the sequence: keys in the cache would have turned by others."""
 
@@ -58,36 +59,73 @@ def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> Wr
 def check_files(
     folder: Path, stored: Mapping[str, Sequence[int]], adapter: Path | None, swiftkv: SwiftKVConfig | None
 ) -> None:
-    """ValueError if tensors of these names and shapes cannot be those of the model in `folder`, or if the LoRA adapter
+    """ValueError if tensors of these names and shapes are not those of the model in `folder`, or if the LoRA adapter
     in `adapter`, or SwiftKV's weights, do not fit it. No weights are read.
 
-    transformers renames and joins tensors as it loads them, so only what it leaves alone can be compared: layers that
-    are not there or too many, and tensors of the same name that have more values or fewer. Loading finds the rest.
+    transformers loads tensors without values in their place, so that it renames and joins them as it does when it
+    loads the weights.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        with FakeTensorMode(), _loading_in_one_thread():
+            tensors = {name: torch.empty(tuple(shape)) for name, shape in stored.items()}
+            _, found = model_class.from_pretrained(
+                None, config=config, state_dict=tensors, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+    except Exception:  # some conversion wants values: loading the weights will say what does not fit
+        found = None
+    if found is not None:
+        refuse_misfits(folder, found)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    layers = config.get_text_config(decoder=True).num_hidden_layers
-    expected = dict(model.named_parameters())
-    prefix = f"{model.base_model_prefix}."
-    numbered = re.compile(rf"(?:{re.escape(prefix)})?{find_stack_name(model.base_model, layers)}\.(\d{{1,9}})\.")
-    found = {int(match[1]): name for name in sorted(stored) if (match := numbered.match(name))}
-    if found and (missing := [number for number in range(layers) if number not in found]):
-        raise ValueError(
-            f"{folder}: layer {missing[0]} is missing in the weight files; num_hidden_layers in config.json is {layers}"
-        )
-    ignored = [re.compile(pattern) for pattern in getattr(model, IGNORED_KEYS, None) or ()]
-    for number, name in found.items():
-        if number >= layers and not any(pattern.search(name) for pattern in ignored):
-            raise ValueError(f"{folder}: unexpected tensor {name!r}; num_hidden_layers in config.json is {layers}")
-    for name, shape in stored.items():
-        own = next((expected[one] for one in (name, prefix + name) if one in expected), None)
-        if own is not None and math.prod(shape) != own.numel():
-            raise ValueError(f"{folder}: tensor {name!r} is {list(shape)}, config.json asks for {list(own.shape)}")
     if swiftkv is not None:
+        layers = config.get_text_config(decoder=True).num_hidden_layers
         check_shapes(folder, HollowModel(model, layers).layers, swiftkv)
     if adapter is not None:
         merge_adapter(model, adapter)
+
+
+@contextmanager
+def _loading_in_one_thread() -> Iterator[None]:
+    """Meanwhile transformers loads without threads, which cannot share a `FakeTensorMode`, and logs errors alone."""
+    before, verbosity = os.environ.get(ONE_THREAD), logging.get_verbosity()
+    os.environ[ONE_THREAD] = "1"
+    logging.set_verbosity_error()
+    try:
+        with no_progress_bar():
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if before is None:
+            del os.environ[ONE_THREAD]
+        else:
+            os.environ[ONE_THREAD] = before
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Meanwhile transformers shows none."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def refuse_misfits(folder: Path, found: Mapping[str, Collection[Any]]) -> None:
+    """ValueError that names the first tensor of which transformers says, with `output_loading_info`, that it does not
+    fit."""
+    for name, stored, asked in sorted(found["mismatched_keys"]):
+        raise ValueError(f"{folder}: tensor {name!r} is {list(stored)}, config.json asks for {list(asked)}")
+    for what in ("missing", "unexpected"):
+        if names := sorted(found[f"{what}_keys"]):
+            raise ValueError(
+                f"{folder}: {len(names)} tensors are {what}, the first is {names[0]!r}: config.json and weights are of "
+                "different models"
+            )
 
 
 def _read(folder: Path, raw: dict[str, Any]) -> Any:

@@ -147,13 +147,6 @@ class HollowModel:
         return (self._states,) if self._gives_tuples else self._states
 
 
-def find_stack_name(model: nn.Module, num_layers: int) -> str:
-    """The full name of the list of layers."""
-    owner, name = _find_stack(model, num_layers)
-    path = next(path for path, module in model.named_modules() if module is owner)
-    return f"{path}.{name}".lstrip(".")
-
-
 def _find_stack(model: nn.Module, num_layers: int) -> tuple[nn.Module, str]:
     """The module that has the layers, and their name there."""
     found = [

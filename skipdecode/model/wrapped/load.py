@@ -2,19 +2,17 @@
 have the logits of the model's own forward pass with transformers' eager attention. That costs two reads of the weights.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
 from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.kv.static_cache import KVCache
 from skipdecode.model.wrapped.adapter import merge_adapter
 from skipdecode.model.wrapped.attention import ATTENTION
 from skipdecode.model.wrapped.decoder import WrappedDecoder
+from skipdecode.model.wrapped.examine import no_progress_bar, refuse_misfits
 from skipdecode.model.wrapped.swiftkv import load_weights
 from skipdecode.schedules.schedule import FullDepth
 
@@ -46,17 +44,12 @@ def load_wrapped(
                 attn_implementation=ATTENTION,
                 local_files_only=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # else transformers raises an error that does not name them
                 output_loading_info=True,
             )
     except Exception as error:  # transformers and its libraries raise many kinds
         raise ValueError(f"{folder}: transformers cannot load it: {error}") from error
-    for kind, what in (
-        ("missing_keys", "is missing"),
-        ("unexpected_keys", "is unexpected"),
-        ("mismatched_keys", "has another shape than config.json asks for"),
-    ):
-        if keys := sorted(map(str, found[kind])):
-            raise ValueError(f"{folder}: {len(keys)} tensors do not fit; the first {what}: {keys[0]}")
+    refuse_misfits(folder, found)
     model = model.to(device)
     if adapter is not None:
         model = merge_adapter(model, adapter)
@@ -95,15 +88,3 @@ def prove(decoder: WrappedDecoder) -> None:
             f"model_type {config.type_name!r} does not decode here as in transformers: the logits of a few tokens are "
             f"{worst:.1e} apart"
         )
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """Meanwhile transformers shows none."""
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()

@@ -14,7 +14,7 @@ from skipdecode.config.model import OWN_KEYS
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import dtype_name
 from skipdecode.model.wrapped.decoder import WrappedDecoder
-from skipdecode.model.wrapped.load import no_progress_bar
+from skipdecode.model.wrapped.examine import no_progress_bar
 from skipdecode.model.wrapped.swiftkv import save_weights
 
 

@@ -1,5 +1,6 @@
 """Loading a model of transformers: tensors that do not fit, the proof, and what such a model refuses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,57 @@ def test_missing_and_unexpected_tensors_are_named(olmo2: Path, tmp_path: Path) -
     tensors = load_file(olmo2 / "model.safetensors")
     gone = tensors.pop("model.layers.2.mlp.down_proj.weight")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"the first is missing: model.layers.2.mlp.down_proj.weight"):
+    with pytest.raises(ValueError, match=r"1 tensors are missing, the first is 'model.layers.2.mlp.down_proj.weight'"):
         load_model(tmp_path)
     more = tensors | {"model.layers.2.mlp.down_proj.weight": gone, "model.layers.9.extra": gone.clone()}
     save_file(more, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"the first is unexpected: model.layers.9.extra"):
+    with pytest.raises(ValueError, match=r"1 tensors are unexpected, the first is 'model.layers.9.extra'"):
         load_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match="cannot be read"):
         check_folder(tmp_path)
+
+
+LIES: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral", {"num_local_experts": 8}, r"experts\.down_proj' is \[4, 64, 96\], config.json asks for \[8, 64, 96\]"),
+    (
+        "qwen3_moe",
+        {"moe_intermediate_size": 64},
+        r"experts\.down_proj' is \[4, 64, 32\], config.json asks for \[4, 64, 64\]",
+    ),
+    (
+        "deepseek_v3",
+        {"first_k_dense_replace": 2},
+        "3 tensors are missing, the first is 'model.layers.1.mlp.down_proj.weight'",
+    ),
+    (
+        "deepseek_v3",
+        {"num_key_value_heads": 2},
+        "4 heads of queries and 4 of keys, which num_key_value_heads does not say",
+    ),
+    (
+        "gpt_oss",
+        {"attention_bias": False},
+        "24 tensors are unexpected, the first is 'model.layers.0.self_attn.k_proj.bias'",
+    ),
+    ("cohere", {"use_qk_norm": True}, "12 tensors are missing, the first is 'model.layers.0.self_attn.k_norm.weight'"),
+]
+"""By model type: keys of config.json that its weights do not have, and what the message says. transformers joins the
+weights of experts as it loads them."""
+
+
+@pytest.mark.parametrize(("kind", "lie", "message"), LIES)
+def test_a_config_that_lies_about_its_weights_is_found_without_reading_them(
+    tmp_path: Path, kind: str, lie: dict[str, Any], message: str
+) -> None:
+    save(kind, tmp_path)
+    check_folder(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | lie))
+    with pytest.raises(ValueError, match=message):
+        check_folder(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
 
 
 def test_the_proof_finds_a_model_that_decodes_otherwise(olmo2: Path) -> None:
