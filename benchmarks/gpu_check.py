@@ -29,6 +29,7 @@ from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.check_context import Check, CheckContext, CheckFailed, Found, LimitReached, not_run
 from benchmarks.gpu.corpus import check_corpus
 from benchmarks.gpu.decoding_checks import SMALL, check_batches, check_captures, check_larger, check_speed, check_tokens
+from benchmarks.gpu.fp8_checks import check_fp8
 from benchmarks.gpu.job_checks import check_resume, check_workers
 from benchmarks.gpu.machine_checks import check_device, check_kernels, nvidia_smi
 from benchmarks.gpu.method_checks import SMALL_GROUPED, check_grouped, check_prefixes, check_sampled, check_swiftkv
@@ -57,6 +58,7 @@ CHECKS: dict[str, Check] = {
     "sampled": check_sampled,
     "larger": check_larger,  # from here on each check builds what it needs
     "grouped": check_grouped,
+    "fp8": check_fp8,
     "corpus": check_corpus,
     "swiftkv": check_swiftkv,
     "prefixes": check_prefixes,

@@ -70,7 +70,7 @@ def equal_tokens(context: CheckContext, here: Decoder, swiftkv_from: int | None 
             "captured": generate(there, rows, schedule, graphs=graphs).completions,
             "replayed": generate(there, rows, schedule, graphs=graphs).completions,
         }
-        _refuse_failed(graphs)
+        refuse_failed(graphs)
         for how, completions in made.items():
             pairs = enumerate(zip(completions, wanted[kind], strict=True))
             wrong = [str(row) for row, (made_one, wanted_one) in pairs if made_one.tokens != wanted_one.tokens]
@@ -92,7 +92,7 @@ def check_captures(context: CheckContext) -> Found:
     context.graphs = graphs = CudaGraphs(context.model, room, max_rows=max(context.rows))
     plans, outside = plans_of(context.schedules().values(), context.new_tokens), _outside_torch(context.device)
     graphs.capture_all(plans)
-    _refuse_failed(graphs)
+    refuse_failed(graphs)
     expected = min(len(plans) * len(graphs.rungs), MAX_GRAPHS)
     found: Found = {
         "model_s": made_s,
@@ -139,7 +139,7 @@ def check_batches(context: CheckContext) -> Found:
 
 def check_speed(context: CheckContext) -> Found:
     """Measures a step against the roofline of this device, and the speedup against its prediction."""
-    rows = [row for size in context.rows for row in _timed(context, size)]
+    rows = [row for size in context.rows for row in timed(context, size)]
     found: Found = {
         "bytes_per_s": context.ceilings.bytes_per_s,
         "flops_per_s": context.ceilings.flops_per_s,
@@ -191,7 +191,7 @@ def rows_that_fit(config: DecoderConfig, context: CheckContext, room: int) -> tu
     return tuple(rows for rows in context.rows if rows * per_row <= left)
 
 
-def _timed(context: CheckContext, size: int) -> list[dict[str, Any]]:
+def timed(context: CheckContext, size: int) -> list[dict[str, Any]]:
     """Times full depth and skipping with `size` rows; medians of three runs."""
     requests = context.requests([context.prompt_tokens] * size, context.new_tokens)
     rows: list[dict[str, Any]] = []
@@ -205,13 +205,15 @@ def _timed(context: CheckContext, size: int) -> list[dict[str, Any]]:
             context.ceilings,
             BatchShape(context.prompt_tokens, runs[0].batch_rows),
             itemsize=ITEMSIZE,
+            weight_itemsize=context.model.weight_itemsize,
+            kv_itemsize=context.model.kv_itemsize,
             in_graphs=True,
         )[1]
         full_s = (measured, predicted) if name == "full" else full_s
         prefill = median(stats.prefill_s for stats in runs)
         row = {"rows": size, "schedule": name, "ms_per_step": 1e3 * measured / steps}
         row |= {"fraction_of_roofline": predicted / measured, "speedup": full_s[0] / measured}
-        row |= {"predicted_speedup": full_s[1] / predicted, "prefill_s": prefill}
+        row |= {"predicted_speedup": full_s[1] / predicted, "prefill_s": prefill, "cache_bytes": runs[0].cache_bytes}
         rows.append(row | {"tokens_per_s": runs[0].output_tokens / (prefill + measured)})
     return rows
 
@@ -229,6 +231,6 @@ def _outside_torch(device: torch.device) -> int:
     return int(total) - int(free) - reserved_bytes(device)
 
 
-def _refuse_failed(graphs: CudaGraphs) -> None:
+def refuse_failed(graphs: CudaGraphs) -> None:
     if graphs.failure is not None:
         raise CheckFailed(f"a decode step cannot be captured: {graphs.failure}")

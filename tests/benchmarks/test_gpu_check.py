@@ -5,9 +5,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from benchmarks.gpu import attention, machine_checks, overlap
 from benchmarks.gpu import decoding_checks as decoding
 from benchmarks.gpu.check_context import CheckContext, CheckFailed, not_run
 from benchmarks.gpu.decoding_checks import check_batches, rows_that_fit
+from benchmarks.gpu.fp8_checks import speed_problem
 from benchmarks.gpu.method_checks import SMALL_GROUPED
 from benchmarks.gpu_check import CHECKS, NEEDS, TINY, TINY_GROUPED, main, run_checks, table
 from skipdecode.backends.backend import TORCH
 from skipdecode.backends.cuda_backend import CudaBackend
+from skipdecode.config.model import DecoderConfig
 from skipdecode.cost.roofline import Ceilings
 from skipdecode.engine import cuda_graphs as cuda_graphs
 from skipdecode.engine.cuda_graphs import CudaGraphs
@@ -29,10 +32,13 @@ from skipdecode.engine.prefill import rows_at_once
 from skipdecode.engine.request import Request
 from skipdecode.families import config_of, released
 from skipdecode.model.decoder import Decoder
+from skipdecode.model.layer import Layer
 from skipdecode.schedules.schedule import FullDepth
 from tests.support.graphs import FakeCaptures, cpu_as_cuda
 
-PROCESSES = {"lane", "sanitizer", "job", "resume", "exact", "peers", "generate_batch", "workers", "corpus", "soak"}
+PROCESSES = {
+    "lane", "sanitizer", "job", "resume", "exact", "peers", "generate_batch", "workers", "corpus", "soak", "fp8",
+}  # fmt: skip
 """Run in processes of their own, or with a context that is dry."""
 SHAPE = config_of(TINY)
 
@@ -248,6 +254,38 @@ def test_swiftkv_that_is_not_a_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "swiftkv: without graphs, greedy: tokens of rows [0-2, ]+ of a small float32 model are not a CPU's",
         str(found["wrong"]),
     )
+
+
+def test_fp8() -> None:
+    """Half the bytes of keys and values, and answers that rounding explains."""
+    document = run_checks(context(is_dry=True), {"fp8": CHECKS["fp8"]}, lambda _: None)
+    assert document["wrong"] is None
+    found: dict[str, Any] = document["fp8"]  # type: ignore[assignment]
+    assert list(found["steps"]) == ["bfloat16", "fp8 keys and values", "both"]
+    plain, narrow, _ = ([row["cache_bytes"] for row in one["rows"]] for one in found["steps"].values())
+    assert plain == [2 * size for size in narrow]
+    assert set(found["agreement"]["both"]) == {"full", "2x"}
+    rows = [[{"schedule": "full", "cache_bytes": size, "ms_per_step": ms}] for size, ms in ((8, 2.0), (4, 1.9), (5, 1))]
+    plain, slow, large = ({"rows": row} for row in rows)
+    steps = {"bfloat16": plain, "fp8 keys and values": slow}
+    assert speed_problem(steps, on_gpu=False) is None
+    assert speed_problem(steps, on_gpu=True) == "full: with keys and values in fp8 a step takes 95% of bfloat16's time"
+    assert "take 5 bytes in fp8 and 8" in str(speed_problem(steps | {"fp8 keys and values": large}, on_gpu=True))
+
+
+def test_fp8_with_wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipdecode.model.decoder.scale_keys_and_values", no_keys)
+    found = run_checks(context(is_dry=True), {"fp8": CHECKS["fp8"]}, lambda _: None)
+    assert re.fullmatch(
+        r"fp8: fp8 keys and values, full: \d+% of an answer comes before it differs from bfloat16's",
+        str(found["wrong"]),
+    )
+
+
+def no_keys(config: DecoderConfig, layers: Sequence[Layer], _swiftkv: object) -> None:
+    """Scales with which every key and value is rounded to zero."""
+    for layer in layers:
+        layer.qkv.weight[config.q_dim :] *= 1e-6
 
 
 def test_graphs_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
