@@ -4,6 +4,7 @@ The CUDA back end runs with torch's operators on the CPU, and says that it is a 
 """
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,7 +30,9 @@ from actors.serving.engine import Engine
 from actors.serving.scheduler import EngineConfig
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.device import TorchOnCuda, choose_cuda
+from skipdecode.backends.fp8 import FP8
 from skipdecode.backends.torch_kernels import TorchKernels
+from skipdecode.config.model import KV_ALIGNMENT
 from skipdecode.config.sampling import Sampling
 from skipdecode.cost.batch_sizes import ladder, rung_within
 from skipdecode.cost.gpu_specs import GPUS, MEMORY_SHARE
@@ -240,6 +243,31 @@ def test_predicted_rows_are_those_of_a_worker(name: str, monkeypatch: pytest.Mon
     for schedule in (FullDepth(config.num_hidden_layers), fast):
         rows = budget.rows({schedule: 1.0}, prompt_columns=work.num_prompt_tokens, num_new=work.new_tokens)
         assert predict(config, schedule, gpu, work, count).rows == rows
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("name", ["opt-6.7b", "llama-3.1-8b"])
+def test_160_batches_of_a_corpus_fit_the_memory_of_an_h100(
+    name: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 128 to 1,024 tokens and 512 new ones, each batch at full depth too: as many rows as have a graph and
+    fit beside the weights."""
+    config, total = released(name), GPUS["h100"].memory_bytes
+    weights = 2 * num_weights(config)
+    monkeypatch.setattr(DeviceMemory, "of", lambda _device: DeviceMemory(total, total - weights, weights))
+    budget = MemoryBudget(config, kv_dtype.itemsize, [torch.device("cuda")], MEMORY_SHARE)
+    model = SimpleNamespace(config=config, device=torch.device("meta"), dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    graphs = CudaGraphs(model, budget.gpu_cache_bytes, captures=FakeCaptures())  # type: ignore[arg-type]
+    assert graphs.nbytes + weights <= MEMORY_SHARE * total
+    budget, layers, rng = replace(budget, graphs=graphs), config.num_hidden_layers, random.Random(7)
+    fast = make_schedule({"method": "skipdecode", "speedup": 2}, num_layers=layers, max_new_tokens=512)
+    schedules = {fast: 1.0, FullDepth(layers): 1.0}
+    for _ in range(160):
+        columns = rng.randint(128, 1024)
+        rows = budget.rows(schedules, prompt_columns=columns, num_new=512)
+        assert all(has_room(graphs, schedule, rows, columns, 512) for schedule in schedules)
+        if larger := [rung for rung in graphs.rungs if rung > rows]:  # what rounding may take is left
+            assert not has_room(graphs, FullDepth(layers), larger[0], columns + KV_ALIGNMENT, 512)
 
 
 @pytest.mark.usefixtures("_on_graphs")

@@ -1,7 +1,7 @@
 """What Triton makes of the kernels for devices that are not there: `python -m`, in a process of its own.
 
 Capabilities are arguments; for the first one all kernels are compiled, for the others attention alone. `slow`: all, and
-more of them.
+more of them. `released`: attention and the store of prompts for all shapes of released models, in each type, alone.
 Prints one JSON document: of each kernel and capability its registers, stack, and loads by bytes for a thread.
 """
 
@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -16,9 +17,12 @@ from skipdecode.backends.backend import GraphKVRange, KVRange, PackedPrompts, Pr
 from skipdecode.backends.cuda_kernels import Heads, Norm
 from skipdecode.backends.fp8 import FP8, MIN_CAPABILITY
 from skipdecode.backends.triton_kernels import TritonKernels
+from skipdecode.families import FAMILIES, released
 from tests.support.triton_compile import compiled, launches_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
+TYPES = {"bfloat16": (BF16, False), "float16": (torch.float16, False), "float32": (FP32, False), "FP8": (BF16, True)}
+"""Of states, and whether keys and values are in FP8."""
 FP8_CAPABILITY = 10 * MIN_CAPABILITY[0] + MIN_CAPABILITY[1]
 KERNELS = TritonKernels()
 
@@ -45,16 +49,20 @@ def attend(
 
 
 def places(
-    K: int, H: int, G: int, rows: int, each: int, *, turns: float = 0.0, is_fp8: bool = False
-) -> Callable[[], object]:
+    K: int, H: int, G: int, rows: int, each: int, *, dtype: torch.dtype = BF16, turns: float = 0.0,
+    norms: bool = False, window: int | None = None, is_fp8: bool = False,
+) -> Callable[[], object]:  # fmt: skip
     """`each` new columns of so many rows."""
 
     def run() -> object:
         N = rows * each
-        heads = Heads(H, G, K, torch.empty(256, int(K * turns)) if turns else None)
-        q, k, v = torch.empty(N, (H + 2 * G) * K, dtype=BF16).split([H * K, G * K, G * K], dim=1)
+        weights = [torch.empty(K, dtype=dtype)] * 2 if norms else [None, None]
+        heads = Heads(
+            H, G, K, torch.empty(256, int(K * turns)) if turns else None, *weights, epsilon=1e-6, window=window
+        )
+        q, k, v = torch.empty(N, (H + 2 * G) * K, dtype=dtype).split([H * K, G * K, G * K], dim=1)
         at = torch.arange(N)
-        memory = torch.empty(rows, G, 192, K, dtype=FP8 if is_fp8 else BF16)
+        memory = torch.empty(rows, G, 192, K, dtype=FP8 if is_fp8 else dtype)
         among = torch.stack([at % each, torch.full((N,), each)])
         return KERNELS.attend(
             heads, q, k, v, KVRange(memory, memory, at * 0, at, at // each, query_index=among, max_queries=each)
@@ -202,17 +210,44 @@ SLOW: dict[str, Callable[[], object]] = {
 }
 
 
+def of_released() -> dict[str, Callable[[], object]]:
+    """Attention in steps, in parts, behind prefixes and to several places, and the store of prompts, for each width and
+    group of heads, and in each type, that a released shape has."""
+    found: dict[str, Callable[[], object]] = {}
+    seen = set()
+    for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.released_shapes):
+        config = released(name)
+        K, H, G = config.head_dim, config.num_attention_heads, config.num_kv_heads
+        turns, norms = 0.0 if config.rope is None else 1.0, config.has_qk_norm
+        for window in {config.layer_window(layer) for layer in range(config.num_hidden_layers)}:
+            if (shape := (K, H // G, turns, norms, window)) in seen:
+                continue
+            seen.add(shape)
+            for kind, (dtype, is_fp8) in TYPES.items():
+                keys: dict[str, Any] = {"dtype": dtype, "turns": turns, "norms": norms, "is_fp8": is_fp8}
+                of_layer = keys | {"window": window}
+                title = f"{name}, {kind}" + (f", window {window}" if window else "")
+                found[f"attention, {title}"] = attend(K, H, G, 256, **of_layer)
+                found[f"attention, {title}, parts"] = attend(K, H, G, 1, **of_layer)
+                found[f"attention, {title}, prefixes"] = prefixes(K, H, G, 64, **of_layer)
+                found[f"attention, {title}, places"] = places(K, H, G, 64, 5, **of_layer)
+                if dtype != FP32 and window is None:  # prompts in float32 have padding, and torch stores them
+                    found[f"store of prompts, {title}"] = prompts(K, H, G, **keys)
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    is_slow = "slow" in sys.argv
-    cases = CASES | SLOW if is_slow else CASES
+    words = sys.argv[1:]
+    takes_all = "slow" in words or "released" in words
+    cases = of_released() if "released" in words else CASES | SLOW if "slow" in words else CASES
     found = {}
-    capabilities = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    capabilities = [int(word) for word in words if word.isdigit()]
     for capability in capabilities:
         for name, case in cases.items():
-            if not is_slow and capability != capabilities[0] and name not in ATTENTION:
+            if not takes_all and capability != capabilities[0] and name not in ATTENTION:
                 continue
-            if name.startswith("FP8") and capability < FP8_CAPABILITY:
+            if "FP8" in name and capability < FP8_CAPABILITY:
                 continue
             *before, launched = launches_of(case)
             found[f"{name}, sm_{capability}"] = asdict(compiled(launched, capability)) | _tile(launched)

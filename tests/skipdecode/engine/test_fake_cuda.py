@@ -5,8 +5,10 @@ is not: what a kernel computes (`test_triton_kernels.py`), and time.
 """
 
 import importlib.util
+import re
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +132,23 @@ def test_fp8() -> None:
         graphs = CudaGraphs(model, 1 << 30, max_rows=8, captures=FakeCaptures())
         graphs.capture_all(plans_of([schedule], 4), rows=[6])
         assert graphs.failure is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "model.kv_cache_dtype: no keys and values in fp8 here: {}; auto stores them as is"),
+        ({"quantization": "fp8"}, "quantization: no fp8 weights here: {}"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_fp8_is_refused_on_an_a100(keys: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        reason = "FP8 needs compute capability 8.9 (L4, H100 and later), and this GPU has 8.0"
+        with pytest.raises(ValueError, match=re.escape(said.format(reason))):
+            fake_model("opt-125m", layers=2, **keys)
+        assert fake_model("opt-125m", layers=2).kv_itemsize == 2
 
 
 def test_the_likeliest_token_needs_no_copy_of_the_logits() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from skipdecode.backends.backend import Backend
 from skipdecode.backends.cuda_backend import CudaBackend
 from skipdecode.backends.torch_kernels import TorchKernels
+from skipdecode.config.model import KVCacheDtype
 from skipdecode.config.sampling import Sampling
 from skipdecode.engine import prefill
 from skipdecode.engine.continuous_batch import ContinuousBatch
@@ -48,6 +49,7 @@ PACKED = CudaBackend(KERNELS)
 PADDED = CudaBackend(TorchKernels(), no_packed_prompts="to compare with")
 SWIFTKV = {None: None, "swiftkv": (2, 1), "swiftkv, groups": (2, 2)}
 SCHEDULES: list[Schedule] = [FullDepth(4), SkipDecode(4, 4, 2, 1, 6), SkipBand(EarlyExit(4, 4, 2, 1, 6), 1, (1, 2))]
+KV_TYPES: list[KVCacheDtype] = ["auto", "fp8"]
 LENGTHS = st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=7)
 
 
@@ -59,11 +61,13 @@ def feeding(backend: Backend, most: int = prefill.PACKED_TOKENS) -> Iterator[Non
 
 
 @cache
-def model_of(name: str, swiftkv: str | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
+def model_of(
+    name: str, swiftkv: str | None = None, dtype: torch.dtype = torch.float32, kv: KVCacheDtype = "auto"
+) -> Decoder:
     with cpu_computed_by(PACKED):
         model = random_model(name, dtype=dtype)
         shape = SWIFTKV[swiftkv]
-        return (model if shape is None else model.with_swiftkv(*shape)).pack()
+        return (model if shape is None else model.with_swiftkv(*shape)).pack(kv_cache_dtype=kv)
 
 
 def requests_of(prompts: Sequence[Sequence[int]], num_new: int = 5, temperature: float = 0.0) -> list[Request]:
@@ -79,14 +83,22 @@ def requests_of(prompts: Sequence[Sequence[int]], num_new: int = 5, temperature:
     temperature=st.sampled_from([0.0, 0.9]),
     most=st.sampled_from([1, 30, 8192]),
     seed=st.integers(0, 99),
+    kv=st.sampled_from(KV_TYPES),
 )
-@settings(max_examples=15)
+@settings(max_examples=20)
 def test_tokens_are_those_of_padded_prompts(
-    lengths: list[int], name: str, schedule: Schedule, swiftkv: str | None, temperature: float, most: int, seed: int
+    lengths: list[int],
+    name: str,
+    schedule: Schedule,
+    swiftkv: str | None,
+    temperature: float,
+    most: int,
+    seed: int,
+    kv: KVCacheDtype,
 ) -> None:
-    """In a batch, and of rows that join one, in as many parts as may be."""
+    """In a batch, and of rows that join one, in as many parts as may be; with keys and values in FP8, too."""
     swiftkv = swiftkv if name in ("llama", "qwen3") else None
-    model = model_of(name, swiftkv)
+    model = model_of(name, swiftkv, kv="auto" if name == "opt, norms behind" else kv)
     if (shape := SWIFTKV[swiftkv]) is not None:
         schedule = SwiftKVPrefill(schedule, shape[0])
     requests = requests_of(random_prompts(lengths, seed=seed, vocab=200), temperature=temperature)
@@ -134,14 +146,15 @@ def test_keys_and_values_are_those_of_padded_prompts(name: str, dtype: torch.dty
     most=st.sampled_from([12, 8192]),
     most_rows=st.sampled_from([3, 99]),
     seed=st.integers(0, 99),
+    kv=st.sampled_from(KV_TYPES),
 )
-@settings(max_examples=8)
+@settings(max_examples=12)
 def test_prefixes_that_rows_share(
-    mix: list[tuple[int, int]], name: str, swiftkv: bool, most: int, most_rows: int, seed: int
+    mix: list[tuple[int, int]], name: str, swiftkv: bool, most: int, most_rows: int, seed: int, kv: KVCacheDtype
 ) -> None:
     """Fed once, nested too, and read in place by all rows, of which others join as some end."""
     kind = "swiftkv" if swiftkv and name == "llama" else None
-    model, schedule = model_of(name, kind), SkipDecode(4, 4, 2, 1, 5)
+    model, schedule = model_of(name, kind, kv=kv), SkipDecode(4, 4, 2, 1, 5)
     if kind is not None:
         schedule = SwiftKVPrefill(schedule, 2)  # type: ignore[assignment]
     head, *ends = random_prompts([32, *(2 * n for n, _ in mix)], seed=seed, vocab=200)
