@@ -83,7 +83,8 @@ def test_more_kernels_compile_as_well(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_attention_of_every_released_shape_compiles_in_every_type(tmp_path: Path) -> None:
-    """In float32, where whole heads are in registers twice as large, it may spill some of them."""
+    """Where 16 bits are a number it spills next to nothing; in float32 it spills more, and is slower."""
     found = said_by("triton_compiled", tmp_path, "80", "89", "90", "100", "released", interpreted=False)
-    check_compiled({name: made for name, made in found.items() if "float32" not in name})
     assert len(found) > 1000
+    spilled = {name: made["stack_bytes"] for name, made in found.items() if "float32" not in name}
+    assert max(spilled.values()) <= 128, {name: size for name, size in spilled.items() if size > 128}
