@@ -27,14 +27,14 @@ help:  ## this list
 	$(PIP) '.[test]'
 	@touch $@ .venv/installed
 
-# The oldest transformers of pyproject.toml, and what it needs, in front of the packages of .venv.
-FLOOR := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+# The oldest transformers and Ray that pyproject.toml allows, and what they need, in front of the packages of .venv.
+FLOOR := $(shell sed -nE 's/^ *"(transformers|ray)[^>]*>=([0-9.]+),.*/\1==\2/p' pyproject.toml)
 .venv/floor/installed: pyproject.toml .venv/installed-test
 	$(PYTHON) -m venv --clear .venv/floor
 	@rest=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	own=$$(.venv/floor/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	echo "import site; site.addsitedir('$$rest')" > $$own/rest.pth
-	.venv/floor/bin/pip install --no-compile --disable-pip-version-check 'transformers==$(FLOOR)'
+	.venv/floor/bin/pip install --no-compile --disable-pip-version-check $(FLOOR)
 	@touch $@
 
 .venv/installed-docs: pyproject.toml | .venv/bin/pip
@@ -61,11 +61,15 @@ test-fast: .venv/installed-test  ## the tests that do not start Ray
 test-ray: .venv/installed-test  ## the tests that start Ray
 	$(BIN)/python -m pytest -n 1 --dist loadscope -m "not slow and ray"
 
-test-all: .venv/installed-test  ## the slow tests, too
+test-all: .venv/installed-test  ## the slow tests, too, and those of test-floor
 	$(BIN)/python -m pytest --hypothesis-profile=thorough
+	$(MAKE) --no-print-directory test-floor
 
-test-floor: .venv/floor/installed  ## models and tokenizers with the oldest transformers that pyproject.toml allows
-	.venv/floor/bin/python -m pytest -n auto --dist worksteal -m "not ray" tests/skipdecode/checkpoint tests/skipdecode/model/wrapped
+MODELS := tests/skipdecode/checkpoint tests/skipdecode/model/wrapped
+VERBS := tests/jobs/test_wrapped_verbs.py tests/jobs/test_demo.py tests/pipeline/cluster/test_ray_internals.py
+test-floor: .venv/floor/installed  ## models, tokenizers, Ray's parts and runs with the oldest transformers and Ray that pyproject.toml allows
+	.venv/floor/bin/python -m pytest -n auto --dist worksteal -m "not ray" $(MODELS)
+	.venv/floor/bin/python -m pytest -n 1 --dist loadscope $(VERBS)
 
 TRIALS ?= 100
 SEED ?= 0

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from skipdecode.model.wrapped.examine import SINCE
 from skipdecode.schedules.schedule import Schedule
 
 L = 6
@@ -29,6 +32,9 @@ MODEL_TYPES = (
     "youtu "
 ).split()
 """Those that run by way of transformers, as docs/models.md lists them."""
+
+INSTALLED_TYPES = [kind for kind in MODEL_TYPES if Version(transformers.__version__) >= Version(SINCE.get(kind, "5"))]
+"""Those of them that run with the installed transformers."""
 
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "fc2")
 """The names that types have for a layer's feed-forward block."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,6 +36,8 @@ ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """A variable of transformers."""
 MOVING_ROPES = ("dynamic", "longrope")
 """Frequencies that follow the length of the sequence: keys in the cache would have turned by others."""
+SINCE = {"codegen": "5.24", "gptj": "5.24"}
+"""By model type, the first transformers whose layers can run here, where pyproject.toml allows older ones."""
 
 
 def read_wrapped(folder: Path, raw: dict[str, Any], rules: TokenizerRules) -> WrappedConfig:
@@ -192,7 +195,7 @@ def _look_at_layers(config: Any, num_layers: int) -> dict[str, Any]:
     try:
         with torch.device("meta"), torch.no_grad():
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
-            hollow = HollowModel(model, num_layers)
+            hollow = HollowModel(model.eval(), num_layers)  # in training some leave out layers at random
             tokens, positions = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
             h = hollow.embed(tokens, positions)
             view, attentions = _KVShapes(positions), []
@@ -255,6 +258,9 @@ def _run_to_attention(layer: nn.Module, h: Tensor, arguments: Arguments, view: _
 
 
 def _reason(error: Exception, config: Any) -> str:
+    needed, version = SINCE.get(config.model_type), transformers.__version__
+    if needed is not None and Version(version) < Version(needed):
+        return f"it needs transformers >= {needed}, and {version} is installed"
     if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
         return "its attention does not go through transformers' attention interface"
     if f"'{Mask.__name__}' object" in str(error):

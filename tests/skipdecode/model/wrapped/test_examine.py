@@ -10,7 +10,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.config.wrapped import WrappedConfig
-from tests.support.wrapped_models import L, small_config, small_model
+from skipdecode.model.wrapped.examine import SINCE
+from tests.support.wrapped_models import INSTALLED_TYPES, L, small_config, small_model
 
 REFUSED = {
     "mamba": "layer_types: its layers of type (linear_attention|mamba) keep a state",
@@ -40,6 +41,17 @@ def test_what_is_in_the_way_is_named(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=REFUSED[kind]) as caught:
         read_config(folder_of(tmp_path, json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 2}))
     assert f"model_type is {kind!r}; supported are opt" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", SINCE)
+def test_a_type_that_needs_a_newer_transformers_says_which(kind: str, tmp_path: Path) -> None:
+    """The other tests run these types where they can (`make test-floor` has a transformers where they cannot)."""
+    folder = folder_of(tmp_path, small_config(kind).to_dict())
+    if kind in INSTALLED_TYPES:
+        assert read_config(folder).implementation == "transformers"
+        return
+    with pytest.raises(ValueError, match=rf"it needs transformers >= {SINCE[kind]}, and 5\.\d+\.\d+ is installed"):
+        read_config(folder)
 
 
 @pytest.mark.parametrize(

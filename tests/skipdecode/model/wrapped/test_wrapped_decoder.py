@@ -24,12 +24,12 @@ from skipdecode.schedules.schedule import FullDepth
 from skipdecode.speculative.generate_lossless import generate_lossless
 from tests.support.naive import requests_for, tokens_of
 from tests.support.schedules import decodes
-from tests.support.wrapped_models import MODEL_TYPES, L, naive_logits, save
+from tests.support.wrapped_models import INSTALLED_TYPES, MODEL_TYPES, L, naive_logits, save
 
 NUM_NEW = 9
 FAST = ("gemma3_text", "gpt_neox", "gpt_oss", "mistral", "phi3", "phimoe", "qwen3_moe")
 """Windows, soft caps, sinks, fused projections, parallel blocks, rules in the mask alone, experts."""
-KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MODEL_TYPES]
+KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in INSTALLED_TYPES]
 WHOLE_LAYERS = ("codegen", "cohere", "cohere2", "gpt_neox", "gptj", "phi")
 """Types whose feed-forward block is beside the attention, so that layers run whole or not at all."""
 PROMPTS = [
@@ -110,7 +110,7 @@ LONG_NEW = 17
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "gpt_oss" else pytest.param(kind, marks=pytest.mark.slow) for kind in MODEL_TYPES]
+    "kind", [kind if kind == "gpt_oss" else pytest.param(kind, marks=pytest.mark.slow) for kind in INSTALLED_TYPES]
 )
 def test_lossless_tokens_are_those_of_transformers(
     kind: str, both: Callable[[str], tuple[PreTrainedModel, Decoder]]
@@ -135,7 +135,10 @@ def test_lossless_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("gemma2", "gpt_neox") else pytest.param(kind, marks=pytest.mark.slow) for kind in MODEL_TYPES],
+    [
+        kind if kind in ("gemma2", "gpt_neox") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in INSTALLED_TYPES
+    ],
 )
 def test_feed_forward_blocks_are_left_out_as_defined(
     kind: str, both: Callable[[str], tuple[PreTrainedModel, Decoder]]

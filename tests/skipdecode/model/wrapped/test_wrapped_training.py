@@ -28,11 +28,11 @@ from skipdecode.schedules.schedule import Schedule
 from skipdecode.training.loss import ResponseLoss
 from tests.support.schedules import decodes
 from tests.support.train_configs import make_config
-from tests.support.wrapped_models import MODEL_TYPES, VOCAB, L, logits_with_gradients, save
+from tests.support.wrapped_models import INSTALLED_TYPES, VOCAB, L, logits_with_gradients, save
 
 FAST = ("gemma2", "gpt_oss", "qwen3_moe")
 """Soft caps and norms behind blocks, sinks and windows, experts."""
-KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MODEL_TYPES]
+KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in INSTALLED_TYPES]
 
 
 def random_pair(seed: int, prompt: int, response: int) -> Pair:
