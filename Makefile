@@ -66,10 +66,11 @@ test-all: .venv/installed-test  ## the slow tests, too, and those of test-floor
 	$(MAKE) --no-print-directory test-floor
 
 MODELS := tests/skipdecode/checkpoint tests/skipdecode/model/wrapped
-VERBS := tests/jobs/test_wrapped_verbs.py tests/jobs/test_demo.py tests/pipeline/cluster/test_ray_internals.py
-test-floor: .venv/floor/installed  ## models, tokenizers, Ray's parts and runs with the oldest transformers and Ray that pyproject.toml allows
+RUNS := tests/pipeline/cluster/test_ray_internals.py tests/jobs/test_demo.py::test_the_demo_runs \
+  tests/jobs/test_wrapped_verbs.py::test_a_run_is_exact_and_resumed
+test-floor: .venv/floor/installed  ## models, tokenizers and runs with the oldest transformers and Ray that pyproject.toml allows
 	.venv/floor/bin/python -m pytest -n auto --dist worksteal -m "not ray" $(MODELS)
-	.venv/floor/bin/python -m pytest -n 1 --dist loadscope $(VERBS)
+	.venv/floor/bin/python -m pytest -n 1 --dist loadscope $(RUNS)
 
 TRIALS ?= 100
 SEED ?= 0

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer as Original
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -39,6 +41,8 @@ def byte_level_file(path: Path, made: Original, pre: str | None, **flags: bool) 
 
 
 def theirs(path: Path) -> PreTrainedTokenizerBase:
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("older transformers do not add the first token that these files ask for")
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
