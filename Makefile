@@ -52,7 +52,7 @@ demo-chat: .venv/installed  ## a model of the package registry (93 MB; MODEL=gem
 	$(BIN)/skipdecode demo --chat $(if $(MODEL),--model $(MODEL))
 
 # The three parts run side by side, since tests with Ray wait more than they compute; each prints when it is over.
-test: .venv/installed-test  ## what CI runs: lint, types and tests; 10 to 15 minutes on two cores, set-up included
+test: .venv/installed-test  ## what CI runs: lint, types and tests; 8 to 15 minutes on two cores, set-up included
 	$(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) check test-fast test-ray
 
 test-fast: .venv/installed-test  ## the tests that do not start Ray

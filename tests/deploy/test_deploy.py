@@ -9,12 +9,15 @@ The schema below is a subset of KubeRay's `ray.io/v1` resources, written down fr
 import os
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.generate import parse
@@ -147,11 +150,18 @@ def templates(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
 
 
+def next_minor(version: str) -> str:
+    parsed = Version(version)
+    return f"{parsed.major}.{parsed.minor + 1}.0"
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_a_manifest_fits_this_project(path: Path) -> None:
     spec = cluster(load(path.name))
-    pinned = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"ray[' in line)
-    assert f"=={spec['rayVersion']}" in pinned
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ray = next(one for one in map(Requirement, project["dependencies"]) if one.name == "ray")
+    assert ray.specifier.contains(spec["rayVersion"])
+    assert not ray.specifier.contains(next_minor(spec["rayVersion"])), "the image has the newest Ray of the range"
     for group in spec["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         if group["minReplicas"] < group["maxReplicas"]:
