@@ -407,6 +407,10 @@ class Backend:
         self.check(weight, quantization, is_gated=is_gated)
         return None
 
+    def split(self, packed: PackedWeight, sizes: Sequence[int]) -> Sequence[PackedWeight] | None:
+        """The parts of a packed weight for so many outputs each, in the same memory; None where there are none."""
+        return None
+
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
         """ValueError where `pack` cannot quantize this weight."""
         if quantization is not None:

@@ -7,6 +7,7 @@ once. Where the choice is `torch` (`choice`), only oneDNN is left. On some instr
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import torch
@@ -61,6 +62,15 @@ class CompiledBackend(Backend):
         if onednn_lays_out(weight.dtype):
             return _OneDNN.of(weight)
         return None
+
+    def split(self, packed: PackedWeight, sizes: Sequence[int]) -> Sequence[PackedWeight] | None:
+        if not isinstance(packed, _Kernel) or packed.is_gated or any(size % 32 for size in sizes):
+            return None
+        ends = accumulate(sizes)
+        return [
+            _Kernel(cpu_weights.part_of(packed.weight, end - size, end), size)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
 
     def why_no_fp8(self, device: torch.device) -> str:
         return "the kernels of CPUs have no such type"

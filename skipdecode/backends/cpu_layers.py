@@ -30,7 +30,7 @@ from skipdecode.backends.cpu_library import (
     pointer,
     shared_prefix_struct,
 )
-from skipdecode.backends.cpu_weights import Operand, Weight, operand_of, tail_of
+from skipdecode.backends.cpu_weights import Operand, Weight, operand_of, part_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Product:
         """The part for the outputs from `start` on, a multiple of 32."""
         assert start % 32 == 0, start
         return Product(
-            tail_of(self.packed, start), self.outputs - start, None if self.bias is None else self.bias[start:]
+            part_of(self.packed, start), self.outputs - start, None if self.bias is None else self.bias[start:]
         )
 
 

@@ -73,12 +73,14 @@ class Operand(NamedTuple):
     """Addresses of the tiles and, for int8, of scales and totals."""
 
 
-def tail_of(packed: Weight, start: int) -> Weight:
-    """The part of a packed weight for the outputs from `start` on, a multiple of 32."""
+def part_of(packed: Weight, start: int, stop: int | None = None) -> Weight:
+    """The part of a packed weight for the outputs from `start`, a multiple of 32, to `stop`, another one; None: to the
+    last."""
+    blocks = slice(start // 32, None if stop is None else stop // 32)
     if isinstance(packed, Int8Weight):
         tiles, scales, totals, _ = packed
-        return packed._replace(tiles=tiles[start // 32 :], scales=scales[start:], totals=totals[start:])
-    return packed[start // 32 :]
+        return packed._replace(tiles=tiles[blocks], scales=scales[start:stop], totals=totals[start:stop])
+    return packed[blocks]
 
 
 def operand_of(packed: Weight, outputs: int) -> Operand:

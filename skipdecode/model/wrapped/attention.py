@@ -58,6 +58,8 @@ class LayerCall:
     """Keys and values of the tokens are in the view already, and what attention makes of them is nothing."""
     module: nn.Module | None = None
     """The attention that has been called."""
+    variant: AttentionVariant | None = None
+    """What it does differently."""
 
 
 _running: ContextVar[LayerCall] = ContextVar("running")
@@ -114,6 +116,7 @@ def attend(
     is_plain = asked == (None, None, None) and scaling in (None, scale) and key.shape == value.shape
     # on CPUs kernels take plain attention; those of GPUs are tested at the shapes of our families alone
     variant = None if is_plain and query.device.type == "cpu" else AttentionVariant(scaling or scale, *asked)
+    call.variant = variant
     k, v = (None, None) if call.is_stored else (key, value)
     out = call.view.attend(call.number, query, k, v, variant)  # [B, H, T, V]
     return out.transpose(1, 2).contiguous(), None

@@ -1,7 +1,8 @@
 """A `Decoder` whose layers are transformers' own.
 
-Attention and products go to the device's back end, everything between them is torch's operators. What it cannot do yet
-is refused where a job is checked (`pipeline.resolve_model`): several devices, fixed shapes of batches.
+Layers that do what ours do are kernels of the device's back end (`fused_layers`). In the others attention and products
+go to it, and everything between them is torch's operators. What it cannot do yet is refused where a job is checked
+(`pipeline.resolve_model`): several devices, fixed shapes of batches.
 
 B rows, T tokens, D width, V vocabulary.
 """
@@ -14,6 +15,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from skipdecode.backends.backend import FusedLayer
 from skipdecode.backends.rope import RotaryTables
 from skipdecode.config.model import KVCacheDtype, Quantization, SwiftKVConfig
 from skipdecode.config.wrapped import Sublayers, WrappedConfig
@@ -24,6 +26,7 @@ from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.wrapped.attention import Stored, attending
 from skipdecode.model.wrapped.hollow_model import HollowModel
+from skipdecode.model.wrapped.layer_kernels import Fused
 from skipdecode.model.wrapped.packing import Packed, pack_linears
 from skipdecode.model.wrapped.sublayers import leaving_out
 from skipdecode.model.wrapped.swiftkv import WrappedSwiftKV, asking, find_attention
@@ -37,11 +40,19 @@ class WrappedLayer(Layer):
         """`sublayers`: None if the layer runs whole or not at all."""
         nn.Module.__init__(self)  # it has none of the weights of ours
         self.layer, self.hollow, self.number, self.sublayers = layer, hollow, number, sublayers
-        self.kernel = self.query_kernel = None
+        self.query_kernel = None
+        self.fused = Fused()
+        """Its kernels, once the model is packed."""
+
+    @property
+    def kernel(self) -> FusedLayer | None:  # type: ignore[override]
+        return self.fused.layer
 
     def forward(
         self, h: Tensor, kv: KVView, number: int, *, attends: bool, runs_ffn: bool, query: Linear | None = None
     ) -> Tensor:
+        if query is None and kv.has_kernels and self.fused != Fused():
+            return self._run_fused(h.contiguous(), kv, number, attends=attends, runs_ffn=runs_ffn)
         if not attends:
             return self.add_feed(h) if runs_ffn else h
         with self._leaving_out(attention=False, feed_forward=not runs_ffn):
@@ -49,6 +60,23 @@ class WrappedLayer(Layer):
                 return _states(self._run(h, kv, number))
             with asking(self.attention, query):
                 return _states(self._run(h, kv, number, is_stored=True))
+
+    def _run_fused(self, h: Tensor, kv: KVView, number: int, *, attends: bool, runs_ffn: bool) -> Tensor:
+        """`forward` by kernels, as far as there are any. They work in place."""
+        whole, attention, feed_forward, _ = self.fused
+        if whole is not None:
+            return kv.run_fused([whole], h, [number], attends=attends, runs_ffn=runs_ffn)
+        if attends and attention is not None:
+            h = kv.run_fused([attention], h, [number], attends=True, runs_ffn=False)
+            return self.add_feed(h) if runs_ffn else h
+        if attends:
+            with self._leaving_out(attention=False, feed_forward=feed_forward is not None or not runs_ffn):
+                h = _states(self._run(h, kv, number))
+        if not runs_ffn or (attends and feed_forward is None):
+            return h
+        if feed_forward is None:
+            return self.add_feed(h)
+        return kv.run_fused([feed_forward], h.contiguous(), [number], attends=False, runs_ffn=True)
 
     @cached_property
     def attention(self) -> nn.Module:
@@ -71,6 +99,8 @@ class WrappedLayer(Layer):
         return leaving_out(self.layer, self.sublayers, attention=attention, feed_forward=feed_forward)
 
     def store(self, h: Tensor, kv: KVView, number: int) -> None:
+        if self.kernel is not None and self.kernel.store is not None and kv.stores_by_kernel:
+            return kv.store_by_kernel(self.kernel.store, h, {0: number})
         with suppress(Stored):
             self._run(h, kv, number, only_stores=True)
 
@@ -131,9 +161,7 @@ class WrappedDecoder(Decoder):
 
     @property
     def packing(self) -> str | None:
-        if self.packed is None:
-            return None
-        return f"{self.packed.num_packed} of {self.packed.num_linears} linear layers are packed, the rest is torch's"
+        return None if self.packed is None else str(self.packed)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -147,6 +175,8 @@ class WrappedDecoder(Decoder):
         return ()  # layers rotate by themselves
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if tokens.dim() == 1:  # packed prompts
+            return self.hollow.embed(tokens[None], positions[None])[0]
         if tokens.shape[1] == 1:  # a row that has got NO_TOKEN is fed until the host has read that
             tokens = tokens.clamp(min=0)
         return self.hollow.embed(tokens, positions)
@@ -172,7 +202,18 @@ class WrappedDecoder(Decoder):
         if self.packed is not None:
             assert quantization == self.quantization, "packed already"
             return self
-        self.packed = pack_linears(self.model, self.hollow, quantization, dtype=self.dtype, run=self._run_a_token)
+        self.packed = pack_linears(
+            self.model,
+            self.hollow,
+            self.config,
+            quantization,
+            dtype=self.dtype,
+            run=self._run_a_token,
+            # SwiftKV puts modules of its own in place of projections; kernels of GPUs are tested with our families
+            fuses=self.swiftkv is None and self.device.type == "cpu",
+        )
+        for layer, fused in zip(self.__dict__["_layers"], self.packed.fused, strict=False):
+            layer.fused = fused
         if self.swiftkv is not None:
             self.swiftkv.pack(quantization, self.layers, ())
         self.packed_head, self.quantization = self.packed.head, quantization

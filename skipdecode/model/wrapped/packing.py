@@ -1,7 +1,8 @@
 """Linear layers of a model of transformers as packed products (`skipdecode.model.linear`), for inference.
 
-What is no `nn.Linear` stays as it is: experts in one tensor, `Conv1D`, subclasses with a forward pass of their own. So
-do weights that two modules share, and those that the model reads past the layer's forward pass.
+On CPUs they become parts of kernels where a layer does what ours do (`fused_layers`). What is no `nn.Linear` stays as
+it is: experts in one tensor, `Conv1D`, subclasses with a forward pass of their own. So do weights that two modules
+share, and those that the model reads past the layer's forward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 from skipdecode.backends.backend import PackedWeight
 from skipdecode.backends.device import backend_on
 from skipdecode.config.model import Quantization
+from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.model.linear import Linear, pack
+from skipdecode.model.wrapped.fused_layers import LayerFuser
 from skipdecode.model.wrapped.hollow_model import HollowModel
+from skipdecode.model.wrapped.layer_kernels import Fused
+from skipdecode.model.wrapped.wiring import noting_calls
 
 
 class Packed(NamedTuple):
@@ -28,6 +33,19 @@ class Packed(NamedTuple):
     """How many there are."""
     head: PackedWeight | None
     """Set if the LM head has been taken out of the model, which then gives the states that it multiplies."""
+    fused: Sequence[Fused] = ()
+    """[L] the kernels of each layer; empty if it has been asked for none."""
+
+    def __str__(self) -> str:
+        """For people."""
+        counts = {
+            "layers": sum(one.layer is not None for one in self.fused),
+            "attention blocks": sum(one.attention is not None for one in self.fused),
+            "feed-forward blocks": sum(one.feed_forward is not None for one in self.fused),
+        }
+        kernels = [f"{count} {what}" for what, count in counts.items() if count]
+        linears = f"{self.num_packed} of {self.num_linears} linear layers are packed, the rest is torch's"
+        return f"{' and '.join(kernels)} are kernels, {linears}" if kernels else linears
 
 
 class Place(NamedTuple):
@@ -51,13 +69,15 @@ class Place(NamedTuple):
 def pack_linears(
     model: nn.Module,
     hollow: HollowModel,
+    config: WrappedConfig,
     quantization: Quantization | None,
     *,
     dtype: torch.dtype,
     run: Callable[[], object],
+    fuses: bool,
 ) -> Packed:
     """Packs the linear layers of the layers and the LM head in place, one after the other, so that no weight is there
-    twice but that of a tied head.
+    twice but that of a tied head. `fuses`: layers that are as ours become kernels.
 
     `run` calls the model for a token, to see which weights it reads by itself. Weights of another type than `dtype`,
     such as a router's in float32, are not quantized. ValueError, and nothing has changed, where the device's back end
@@ -71,7 +91,7 @@ def pack_linears(
         if type(child) is nn.Linear
     ]
     head = [Place(*found) for found in [hollow.find_head()] if found is not None]
-    with _watching([place.linear for place in inner + head]) as was_read:
+    with _watching([place.linear for place in inner + head]) as was_read, noting_calls(hollow.layers) as calls:
         run()
         read = {place.kind for place in inner + head if was_read(place.linear)}
     shared = _shared_weights(model)
@@ -80,11 +100,20 @@ def pack_linears(
     asked = {place: quantization if place.linear.weight.dtype == dtype else None for place in own}
     for place in own:  # check everything before packing anything
         backend_on(place.linear.weight.device).check(place.linear.weight, asked[place])
-    packed_head = None
+    packed_head, fused = None, list[Fused]()
     if head and own[-1:] == head and hollow.has_plain_head():
         packed_head = _take_out(own.pop(), asked[head[0]])
+    if fuses:
+        fuser = LayerFuser(hollow, config, calls, dtype)
+        left = {id(place.linear): place for place in own}
+        for number, layer in enumerate(hollow.layers):
+            linears = dict(layer.named_modules())
+            fused.append(fuser.fuse(number, quantization, may_pack=lambda one: id(one) in left))
+            for name in fused[-1].linears:
+                own.remove(left[id(linears[name])])
     count = sum(_pack(place, asked[place]) for place in own) + (packed_head is not None)
-    return Packed(count, len(inner + head), packed_head)
+    count += sum(len(one.linears) for one in fused)
+    return Packed(count, len(inner + head), packed_head, fused)
 
 
 def _pack(place: Place, quantization: Quantization | None) -> bool:
