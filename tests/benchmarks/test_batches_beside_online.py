@@ -22,13 +22,23 @@ from tests.support.service_helpers import local, make_endpoint
 SESSION = "0" * 12
 
 
-def test_the_pace_of_a_batch_is_that_between_its_files(tmp_path: Path) -> None:
+def test_the_pace_of_a_batch_is_that_of_its_files(tmp_path: Path) -> None:
     for at in (2, 7, 12, 20):
         pq.write_table(pa.table({"id": [str(n) for n in range(64)]}), tmp_path / f"{at}.parquet")
         os.utime(tmp_path / f"{at}.parquet", (at, at))
     assert lines_per_s(tmp_path, 1.5, 15) == pytest.approx(128 / 10), "the 64 lines at 7 s and at 12 s, since 2 s"
     with pytest.raises(ValueError, match="1 files of rows came in 4 s"):
         lines_per_s(tmp_path, 10, 14)
+
+
+def test_bursts_of_files_do_not_change_the_pace(tmp_path: Path) -> None:
+    """Three windows come home together every ten seconds: 19.2 lines per second, wherever the phase begins."""
+    for burst in (10, 20, 30, 40):
+        for at in (burst, burst + 0.1, burst + 0.2):
+            pq.write_table(pa.table({"id": [str(n) for n in range(64)]}), tmp_path / f"{at}.parquet")
+            os.utime(tmp_path / f"{at}.parquet", (at, at))
+    for began in (5, 10.05, 10.15):
+        assert lines_per_s(tmp_path, began, 45) == pytest.approx(19.2, rel=0.08)
 
 
 def test_latencies_are_of_all_rounds_and_ratios_of_each() -> None:
