@@ -8,6 +8,7 @@ queue of OpenAI batches, which run in processes of their own.
 import asyncio
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,6 +58,9 @@ from skipdecode.schedules.from_config import make_schedule
 
 LOOK_S = 2.0  # between two looks whether a batch still waits for its rows
 STEP_S = 0.5  # between two looks at the storage
+# After each layer the engine's thread takes Python's lock again. By default the event loop, which sends what the last
+# step made, may keep it for 5 ms, and nothing would be decoded meanwhile.
+SWITCH_S = 0.0002
 
 
 @serve.deployment(
@@ -79,6 +83,7 @@ class Completions:
         self._windows: dict[str, tuple[ActorHandle, asyncio.Task[None]]] = {}
         """Windows of batches that are decoded here, with the `AnswerBox` of each."""
         freeze_gc()
+        sys.setswitchinterval(SWITCH_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.endpoint, self.metrics.answered, partial(scrape, serve.get_replica_context().app_name))
