@@ -271,7 +271,7 @@ class Engine:
     def _layers(self, ticket: Ticket, n: int) -> int:
         """Number of layers that token y_n ran."""
         schedule, row = ticket.schedule, ticket.row
-        if n and row is not None and row.layers:
+        if row is not None and 0 < n <= len(row.layers):
             return row.layers[n - 1]
         return schedule.num_layers if n == 0 else schedule.step(n - 1).num_layers_run
 

@@ -63,6 +63,7 @@ class Member:
         self.row, self.joined_at = row, joined_at
         sampling = row.request.sampling
         self.is_greedy = sampling.temperature == 0
+        self.is_processed, self.has_changes = sampling.processes_logits, sampling.changes_logits
         self.uniforms = (
             [0.0] if self.is_greedy else row_uniforms(sampling.seed, row.request.id, sampling.max_new_tokens).tolist()
         )
@@ -372,8 +373,8 @@ class ContinuousBatch:
         rows = [member.row for member in self._members]
         self._logprobs.keep(rows)
         self._process.keep(set(rows))
-        self._is_processed = any(row.request.sampling.processes_logits for row in rows)
-        self._has_changes = any(row.request.sampling.changes_logits for row in rows)
+        self._is_processed = any(member.is_processed for member in self._members)
+        self._has_changes = any(member.has_changes for member in self._members)
 
     @property
     def _wants_argmax(self) -> bool:

@@ -50,8 +50,8 @@ class Row:
         self.ffns: list[int] = []
         """Dynamic feed-forward blocks that ran in each decode step; may have surplus entries once the row has ended."""
         self.layers: list[int] = []
-        """Layers run for each token where no plan says so (`skipdecode.speculative.speculative_batch`); `ffns` then
-        counts all feed-forward blocks."""
+        """Layers run for each token after the first where no plan says so (`skipdecode.speculative.speculative_batch`),
+        as far as there are any; `ffns` then counts all feed-forward blocks."""
         self.logprobs: list[TokenLogprobs] = []
         """One entry per token if requested; may have surplus entries once the row has ended."""
         self.finish_reason: str | None = None
@@ -140,9 +140,9 @@ def completions_of(rows: Sequence[Row], schedule: Schedule) -> list[Completion]:
     for row in rows:
         assert row.finish_reason is not None, f"row {row.request.id!r} never ended"
         steps = max(len(row.tokens) - 1, 0)  # y_0 comes from the prompt
-        layers, ran = depth[steps], ffns[steps] + sum(row.ffns[:steps])
-        if row.layers:
-            layers, ran = sum(row.layers), sum(row.ffns)
+        counted = len(row.layers)
+        layers = sum(row.layers) + depth[steps] - depth[counted]
+        ran = sum(row.ffns[:steps]) + ffns[steps] - ffns[counted]
         logprobs = row.logprobs[: len(row.tokens)]
         completions.append(Completion(row.tokens, row.finish_reason, layers, ran, logprobs, is_valid=row.is_valid))
     return completions

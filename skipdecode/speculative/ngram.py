@@ -79,25 +79,23 @@ class NgramProposer:
                 return ANSWERS, found
         return length, tokens
 
-    def keep(self, rows: Sequence[Row]) -> None:
-        """Forgets all other rows, once what they have written is counted. Of rows for which the index was never asked,
-        one in COUNT_EVERY is."""
-        kept = set(rows)
-        for row in [row for row in self._num_counted if row not in kept]:
-            counted = self._num_counted[row]
-            if counted or self._num_uncounted % COUNT_EVERY == 0:
-                self._count(row)
-            self._num_uncounted += not counted
-            del self._num_counted[row]
-            self._indexes.pop(row, None)
+    def forget(self, rows: Sequence[Row]) -> None:
+        """Forgets rows that have left the batch, once what they have written is counted. Of rows for which `answers`
+        was never asked, one in COUNT_EVERY is."""
         for row in rows:
-            self._num_counted.setdefault(row, 0)
+            counted = self._num_counted.pop(row, 0)
+            if counted or self._num_uncounted % COUNT_EVERY == 0:
+                self._count_from(row, counted)
+            self._num_uncounted += not counted
+            self._indexes.pop(row, None)
 
     def _count(self, row: Row) -> None:
-        counted = self._num_counted.get(row, 0)
+        self._count_from(row, self._num_counted.get(row, 0))
+        self._num_counted[row] = len(row.tokens)
+
+    def _count_from(self, row: Row, counted: int) -> None:
         before = _before(row, counted)
         self._answers.add([*before, *row.tokens[counted:]], len(before))
-        self._num_counted[row] = len(row.tokens)
 
     def _index(self, row: Row) -> TokenIndex:
         prompt = row.request.prompt_tokens

@@ -42,7 +42,7 @@ from skipdecode.speculative.latency_model import LatencyModel
 from skipdecode.speculative.ngram import NgramProposer
 
 FEW = 64  # tokens that are chosen at a time at least: each time reads the head
-READ_EVERY = 8  # plain steps, of which one is read by the draft vocabulary: some of the text says enough
+READ_EVERY = 16  # plain steps, of which one is read by the draft vocabulary: some of the text says enough
 
 
 Params: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -126,7 +126,7 @@ class SpeculativeBatch(ContinuousBatch):
             return
         self._round(begin)
         if self.is_done:
-            self._proposer.keep(())  # their answers help the next batch
+            self._drop_ended()  # their answers help the next batch
 
     def _round(self, begin: float) -> None:
         """`begin`: when it began."""
@@ -154,23 +154,22 @@ class SpeculativeBatch(ContinuousBatch):
     def _changed(self) -> None:
         if self._plain is not None and not self._plain.holds_for(len(self._members)):
             self._end_plain_rounds()
-        rows = [member.row for member in self._members]
-        self._has_cuts = self._params is not None and any(cuts(row.request.sampling) for row in rows)
-        self._proposer.keep(rows)
+        sampling = [member.row.request.sampling for member in self._members]
+        self._has_cuts = self._params is not None and any(map(cuts, sampling))
         super()._changed()
+
+    def _leave(self, members: Sequence[Member]) -> None:
+        self._proposer.forget([member.row for member in members])
+        super()._leave(members)
 
     def _plain_round(self, plain: PlainRounds) -> None:
         self._feed_newest()
         self._read_output()
-        rows = [member.row for member in self._members]
-        for row in rows:
-            row.layers.append(self._depth)
-            row.ffns.append(self._depth)
         if self._has_vocabulary and self.stats.decode_steps % READ_EVERY == 0:
-            self._controller.vocabulary.wrote([row.tokens[-1] for row in rows])
+            self._controller.vocabulary.wrote([member.row.tokens[-1] for member in self._members])
         self.stats.count_round(plain.decision.outcome)
         plain.num_rounds += 1
-        plain.row_rounds += len(rows)
+        plain.row_rounds += len(self._members)
 
     def _end_plain_rounds(self) -> None:
         """Counts the plain rounds that followed one decision, and lets the controller learn from them."""
@@ -314,8 +313,9 @@ class SpeculativeBatch(ContinuousBatch):
             kept = len(row.tokens) - before
             draft.layers += len(own) * self._depth
             draft.ffns += len(own) * self._depth
-            row.layers += shares(draft.layers, kept)
-            row.ffns += shares(draft.ffns, kept)
+            for counts, ran in ((row.layers, draft.layers), (row.ffns, draft.ffns)):
+                counts += [self._depth] * (before - 1 - len(counts))  # of plain rounds since the last draft
+                counts += shares(ran, kept)
             fed.append((row, len(own), kept))
             start, num_kept = start + len(own), num_kept + kept
             self._controller.acceptance.observe(draft.sources, accepted)

@@ -62,11 +62,10 @@ def test_a_row_proposes_from_other_answers_what_is_likelier_than_its_own_text() 
     """Of rows that have left, and of rows that still write; the first tokens follow the prompt's last ones."""
     rows = [Row(Request(str(i), [9, 9, 1, 2], Sampling(9))) for i in range(3)]
     proposer, wanted = NgramProposer(AnswerIndex(1 << 10)), {2: 2, 4: 2, ANSWERS: 3}
-    proposer.keep(rows)
     for row in rows[:2]:
         row.take([3, 1, 2, 4], (), None)
     assert proposer.propose(rows[2], wanted, 9, RATES) == (0, [])
-    proposer.keep(rows[1:])
+    proposer.forget(rows[:1])
     assert proposer.propose(rows[2], wanted, 9, RATES) == (0, []), "one answer with it is too few"
     proposer.propose(rows[1], wanted, 9, RATES)
     assert proposer.propose(rows[2], wanted, 9, RATES) == (ANSWERS, [3, 1, 2])
