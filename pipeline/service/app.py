@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -113,36 +114,37 @@ class Completions:
 
     async def decode_in_background(
         self, answers: ActorHandle, key: str, requests: Sequence[Request], expected: EndpointTerms
-    ) -> ActorHandle | None:
-        """Takes a window of a batch, whose answers will be in that `AnswerBox`. Returns a handle of this replica, which
-        tells whether it lives, or None if it takes nothing any more. It refuses all rows if it has another model or
-        dtype than `expected`, as after a deployment while the batch runs. EngineDead."""
-        if self.endpoint.is_draining:
-            return None
+    ) -> None:
+        """Takes a window of a batch, whose answers will be in that `AnswerBox`, unless it is draining or another
+        replica has taken it. It refuses all rows if it has another model or dtype than `expected`, as after a
+        deployment while the batch runs. EngineDead."""
+        self.endpoint.check()
+        if self.endpoint.is_draining or not await answers.claim.remote(key, ray.get_runtime_context().current_actor):
+            return
         terms = self.background_terms()
         if (terms["model"], terms["dtype"]) != (expected["model"], expected["dtype"]):
             await answers.put.remote(key, Delivery([None] * len(requests)))
-            return ray.get_runtime_context().current_actor
+            return
         rows = BackgroundRows(self.endpoint.thread, requests)
-        await asyncio.to_thread(rows.submit)
         self._windows[key] = answers, asyncio.create_task(self._deliver(rows, answers, key))
-        return ray.get_runtime_context().current_actor
 
     async def _deliver(self, rows: BackgroundRows, answers: ActorHandle, key: str) -> None:
-        """Waits for the rows and hands over their answers, unless the batch has gone meanwhile."""
+        """Has the rows decoded for as long as the batch waits for them, and hands their answers over. What an error
+        leaves is for the batch's own workers: a row of these may be the reason, so no other replica gets it."""
         try:
-            while not await rows.wait(LOOK_S):
-                if not await answers.is_open.remote(key):
-                    rows.cancel()
-                    return
+            await asyncio.to_thread(rows.submit)
+            while not await rows.wait(LOOK_S) and await answers.is_open.remote(key):
+                pass
+        except Exception as error:  # EngineDead, for one
+            logging.getLogger("ray.serve").warning("batches: rows are left to workers of the batch: %r", error)
+        rows.cancel()
+        del self._windows[key]
+        with suppress(ray.exceptions.RayActorError):  # its driver has ended
             await answers.put.remote(key, Delivery(rows.answers))
-        except ray.exceptions.RayActorError:  # its driver has ended
-            rows.cancel()
-        finally:
-            del self._windows[key]
 
     def __del__(self) -> None:
-        """Called by Serve when it stops a replica in order: what was not answered is given back."""
+        """Called by Serve when it stops a replica: what was not answered is given back. Not so if the engine has ended:
+        `_deliver` hears of that before Serve does, which looks three times."""
         for key, (answers, _) in list(getattr(self, "_windows", {}).items()):
             answers.put.remote(key, Delivery(None))
 

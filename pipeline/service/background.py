@@ -19,7 +19,7 @@ class BackgroundRows:
     def __init__(self, thread: EngineThread, requests: Sequence[Request]) -> None:
         self._thread, self._requests, self._loop = thread, requests, asyncio.get_running_loop()
         self.answers: list[Answer | None] = [None] * len(requests)
-        """Complete after `wait`; None for a row that the engine has refused."""
+        """Complete after `wait`; None for a row that the engine has refused, or not answered before it ended."""
         self._left, self._lock = len(requests), threading.Lock()
         self._tickets: list[Ticket] = []
         self._has_ended = asyncio.Event()
@@ -34,9 +34,11 @@ class BackgroundRows:
                 self._answered(number, None)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether all rows are answered, `timeout_s` from now at the latest."""
+        """Whether all rows are answered, `timeout_s` from now at the latest. EngineDead if they will not be."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_ended.wait(), timeout_s)
+        if not self._has_ended.is_set():
+            self._thread.check()
         return self._has_ended.is_set()
 
     def cancel(self) -> None:

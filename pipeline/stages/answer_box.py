@@ -32,11 +32,28 @@ class Delivery:
 class AnswerBox:
     def __init__(self) -> None:
         self._windows: dict[str, asyncio.Future[Delivery]] = {}
+        self._takers: dict[str, ActorHandle | None] = {}
+        """The replica that has claimed a window; None: no replica may any more."""
         self._loads_model: str | None = None
 
     async def open(self, key: str) -> None:
         """A worker is about to hand over the window of that key."""
         self._windows[key] = asyncio.get_running_loop().create_future()
+
+    async def claim(self, key: str, replica: ActorHandle) -> bool:
+        """Whether that replica may decode the window: it is the first to ask, and a worker still offers it.
+
+        Ray Serve sends a call again, to another replica, if one dies before the caller knows that it has begun. A row
+        that ends its process would so end one replica after the other.
+        """
+        if key not in self._windows or key in self._takers:
+            return False
+        self._takers[key] = replica
+        return True
+
+    async def taker(self, key: str) -> ActorHandle | None:
+        """The replica that has claimed the window. If there is none, none can from now on."""
+        return self._takers.setdefault(key, None)
 
     async def is_open(self, key: str) -> bool:
         """Whether a worker waits for the answers."""
@@ -49,13 +66,14 @@ class AnswerBox:
             window.set_result(delivery)
 
     async def take(self, key: str, timeout_s: float) -> Delivery | None:
-        """The answers, which closes the window; None if there are none within `timeout_s`."""
+        """The answers; None if there are none within `timeout_s`."""
         await asyncio.wait([self._windows[key]], timeout=timeout_s)
-        return self._windows.pop(key).result() if self._windows[key].done() else None
+        return self._windows[key].result() if self._windows[key].done() else None
 
     async def close(self, key: str) -> None:
         """Nobody waits for the answers any more."""
         self._windows.pop(key, None)
+        self._takers.pop(key, None)
 
     async def may_load(self, worker: str) -> bool:
         """Whether the worker may load the model, which it has to say `has_dropped` of: one of the run at a time does. A

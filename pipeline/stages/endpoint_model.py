@@ -32,7 +32,7 @@ from skipdecode.engine.results import Completion
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-HAND_OVER_S = 60.0  # for a replica to take a window; it may have to compile grammars
+HAND_OVER_S = 60.0  # for a replica to take a window
 LOOK_S = 5.0  # between two looks whether the replica lives
 RETRY_S = 1.0  # before a window is offered again: a replica that has ended takes seconds to be replaced
 
@@ -142,23 +142,28 @@ class EndpointModel:
             key = uuid.uuid4().hex
             ray.get(self._answers.open.remote(key))
             try:
-                replica = self._handle.decode_in_background.remote(self._answers, key, requests, self._terms)
-                delivery = self._await_answers(key, replica.result(timeout_s=HAND_OVER_S))
+                self._offer(key, requests)
+                replica: ActorHandle | None = ray.get(self._answers.taker.remote(key))
+                delivery = None if replica is None else self._await_answers(key, replica)
             except ray.exceptions.RayActorError:
                 return [None] * len(requests)
-            except (ray.exceptions.RayTaskError, RayServeException, TimeoutError) as error:
-                delivery = None  # it starts, stops, or its engine has ended; if it did take the window, it drops it
-                logger.warning("the endpoint has not taken a window: %s", error)
             finally:
                 self._answers.close.remote(key)
             if delivery is not None and delivery.answers is not None:
                 return delivery.answers
             time.sleep(RETRY_S)
 
-    def _await_answers(self, key: str, replica: ActorHandle | None) -> Delivery | None:
-        """What the replica has made of the window; None if it has not taken it. RayActorError if it has died."""
-        if replica is None:
-            return None
+    def _offer(self, key: str, requests: Sequence[Request]) -> None:
+        """Calls a replica, which claims the window. What becomes of the call does not tell whether one has."""
+        try:
+            call = self._handle.decode_in_background.remote(self._answers, key, requests, self._terms)
+            call.result(timeout_s=HAND_OVER_S)
+        except (ray.exceptions.RayTaskError, RayServeException, TimeoutError) as error:
+            # it starts or stops, or its engine has ended
+            logger.warning("a call that offers a window to the endpoint has failed: %s", error)
+
+    def _await_answers(self, key: str, replica: ActorHandle) -> Delivery:
+        """What the replica has made of the window that it has claimed. RayActorError if it has died."""
         while True:
             delivery: Delivery | None = ray.get(self._answers.take.remote(key, LOOK_S))
             if delivery is not None:
