@@ -117,6 +117,8 @@ def _batch_prompt(prompt: Json) -> tuple[str | None, list[int] | None]:
 
 
 def _parse(body: JsonObject, is_chat: bool) -> CompletionLine | ChatLine:
+    if not isinstance(model := body.get("model"), str | None):  # its name is ignored: a run has one model
+        raise BadParameter("model", f"must be a string or null, got {shown(model)}")
     if is_chat:
         return ChatLine.parse(body, ignored=_IGNORED_KEYS | {"messages"})
     return CompletionLine.parse(body, ignored=_IGNORED_KEYS | {"prompt"})

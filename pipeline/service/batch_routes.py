@@ -121,10 +121,14 @@ class BatchRoutes:
         age_s = self._limits.expires_after_s
         if any(ages.values()):
             seconds = ages["seconds"] or ""
-            asked = validated(ExpiresAfter, ages | {"seconds": int(seconds) if seconds.isdecimal() else seconds})
+            try:
+                asked = validated(ExpiresAfter, ages | {"seconds": int(seconds) if seconds.isdecimal() else seconds})
+            except BadParameter as error:
+                raise BadParameter(f"expires_after[{error.name}]", error.reason) from None
             age_s = min(age_s, asked.seconds)
         if form.fields:
-            raise BadParameter(next(iter(form.fields)), "is not known; there are file, purpose, expires_after")
+            known = "file, purpose, expires_after[anchor], expires_after[seconds]"
+            raise BadParameter(next(iter(form.fields)), f"is not known; there are {known}")
         if form.filename is None:
             raise BadParameter("file", "is missing")
         if not form.num_bytes:
@@ -261,6 +265,8 @@ class BatchRoutes:
             if before is not None:
                 return BatchView(own, before).batch_object()
         file = own.file(record["input_file_id"])
+        if RESULT_ID.fullmatch(record["input_file_id"]):
+            raise BadParameter("input_file_id", "must be a file with the purpose 'batch', got one that a batch makes")
         if file is None or _is_over(file, record["created_at"]):
             message = f"the file {cut(repr(record['input_file_id']))} does not exist"
             raise ApiError(400, message, param="input_file_id", code="file_not_found")

@@ -38,7 +38,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     reason = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404:
         reason += f"; {ROUTES_THERE_ARE}"
-    return reply(ApiError(error.status_code, reason, code="not_found").body, error.status_code, error.headers)
+    code = "method_not_supported" if error.status_code == 405 else "not_found"
+    return reply(ApiError(error.status_code, reason, code=code).body, error.status_code, error.headers)
 
 
 async def on_error(_: Request, error: Exception) -> Response:

@@ -153,6 +153,15 @@ def test_a_file_that_is_not_there(client: openai.OpenAI) -> None:
         assert code_of(caught.value) == (400, "file_not_found", "input_file_id")
 
 
+def test_what_a_batch_made_is_no_input_of_another(client: openai.OpenAI, own: ClientStorage) -> None:
+    made = create(client)
+    end_batch(own, record_of(own, made.id), "expired", print)
+    errors = client.batches.retrieve(made.id).error_file_id
+    with pytest.raises(openai.BadRequestError, match="purpose 'batch'") as caught:
+        client.batches.create(input_file_id=errors, endpoint="/v1/completions", completion_window="24h")
+    assert code_of(caught.value) == (400, "invalid_value", "input_file_id")
+
+
 def test_an_idempotency_key_makes_one_batch(client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
     asked: Any = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}

@@ -126,6 +126,14 @@ def test_limits(url: str) -> None:
         ({"purpose": "batch"}, b"", "invalid_value", "file"),
         ({"purpose": "batch"}, None, "invalid_value", "file"),
         ({"purpose": "batch", "nonsense": "1"}, CONTENT, "invalid_value", "nonsense"),
+        ({"purpose": "batch", "expires_after": "{}"}, CONTENT, "invalid_value", "expires_after"),
+        ({"purpose": "batch", "expires_after[seconds]": "3600"}, CONTENT, "invalid_value", "expires_after[anchor]"),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "9" * 4000},
+            CONTENT,
+            "invalid_value",
+            "expires_after[seconds]",
+        ),
         ({"purpose": "b" * 5000}, CONTENT, "invalid_form", None),
     ],
 )
@@ -236,3 +244,10 @@ def test_without_a_storage_there_are_no_files(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             client_of(running).files.list()
         assert code_of(caught.value) == (404, "no_storage")
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "files"), ("DELETE", "batches/x"), ("GET", "batches/x/cancel")])
+def test_methods_that_a_route_does_not_have(url: str, method: str, path: str) -> None:
+    answer = httpx.request(method, f"{url}/v1/{path}", headers=HEADERS)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "method_not_supported")

@@ -137,6 +137,7 @@ def test_batch_bad_prompts(tmp_path: Path, prompt: Any, code: str, match: str) -
         ("logit_bias", [{"a": 1}, {"5": 101}, 0]),
         ("stream_options", [{"include_usage": True}]),
         ("min_p", [1.1, False]),
+        ("model", [7, ["x"], False]),
         ("stop_token_ids", [[-1], 5]),
         ("min_tokens", [-1, 0.5]),
         ("messages", [[]]),
