@@ -127,9 +127,9 @@ class BatchView:
         return int(self.state["sessions"][-1]["ended_at"] or 0)
 
     def results_expire_at(self) -> int | None:
-        """When the result files are deleted, if the batch asks for it."""
-        ended_at, age_s = self.ended_at(), self.record["output_expires_after_s"]
-        return None if ended_at is None or age_s is None else ended_at + age_s
+        """When the result files are deleted, once the batch has ended."""
+        ended_at = self.ended_at()
+        return None if ended_at is None else ended_at + self.record["output_expires_after_s"]
 
     def result_file(self, kind: str) -> dict[str, Json] | None:
         """The object of a result file; None if there is none (any more)."""

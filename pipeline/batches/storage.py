@@ -78,8 +78,8 @@ class StoredBatch(TypedDict):
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None
-    output_expires_after_s: int | None
-    """Age of the result files at which they are deleted; None: with the batch."""
+    output_expires_after_s: int
+    """Age of the result files at which they are deleted."""
     model: str
     """The name that clients use."""
     model_names: list[str]

@@ -238,7 +238,7 @@ class BatchRoutes:
 
     def _create(self, own: ClientStorage, client: str, values: Mapping[str, Json], key: str | None) -> dict[str, Json]:
         asked, now = BatchRequest.parse(values), int(time.time())
-        expiry = asked.output_expires_after
+        age_s, expiry = self._limits.expires_after_s, asked.output_expires_after
         record: StoredBatch = {
             "id": new_id("batch_"),
             "created_at": now,
@@ -247,7 +247,7 @@ class BatchRoutes:
             "endpoint": asked.endpoint,
             "completion_window": asked.completion_window,
             "metadata": asked.metadata,
-            "output_expires_after_s": None if expiry is None else expiry.seconds,
+            "output_expires_after_s": age_s if expiry is None else min(age_s, expiry.seconds),
             "model": self._config.served_name,
             "model_names": [self._config.served_name, self._config.model.source],
             "job": self._job,

@@ -439,12 +439,19 @@ def test_a_finished_run_is_completed_whatever_comes_later(client: openai.OpenAI,
         client.files.content(output.id)
 
 
-def test_results_are_there_as_long_as_asked_for(client: openai.OpenAI, own: ClientStorage, monkeypatch: Any) -> None:
-    made = create(client, output_expires_after={"anchor": "created_at", "seconds": 3600})
+@pytest.mark.parametrize(
+    ("keys", "age_s"),
+    [({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 3600), ({}, 30 * 24 * 3600)],
+    ids=["as asked for", "with the batch"],
+)
+def test_results_say_how_long_they_are_there(
+    client: openai.OpenAI, own: ClientStorage, monkeypatch: Any, keys: Any, age_s: int
+) -> None:
+    made = create(client, **keys)
     end_batch(own, record_of(own, made.id), "expired", print)
     file = client.files.retrieve(client.batches.retrieve(made.id).error_file_id)
-    assert file.expires_at == file.created_at + 3600
-    later = time.time() + 3601
+    assert file.expires_at == file.created_at + age_s
+    later = time.time() + age_s + 1
     monkeypatch.setattr("pipeline.batches.status.time.time", lambda: later)
     assert BatchView(own, record_of(own, made.id)).result_file("errors") is None
 

@@ -80,7 +80,7 @@ class Queue:
         record: StoredBatch = {
             "id": new_id("batch_"), "created_at": now - 1000 - age_s, "expires_at": now + window_s,
             "input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "1h", "metadata": None,
-            "output_expires_after_s": None, "model": "m", "model_names": ["m"],
+            "output_expires_after_s": 10_000, "model": "m", "model_names": ["m"],
             "job": JOB | {"actors": JOB["actors"] | {"background": background}},
         }  # fmt: skip
         own.add_batch(record)
