@@ -84,7 +84,7 @@ def test_scales_that_only_late_positions_have_show(tmp_path: Path) -> None:
         assert kernels_of(model.pack()) == L * wanted
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gemma2", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma2", pytest.param("starcoder2", marks=pytest.mark.slow)])
 def test_kernels_make_what_plain_weights_make(name: str, kind: Kind, tmp_path: Path) -> None:
     """In every type and quantization."""
     dtype, quantization = kind
