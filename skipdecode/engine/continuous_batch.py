@@ -59,7 +59,7 @@ class Member:
     """What lies before them."""
 
     def __init__(self, row: Row, joined_at: int) -> None:
-        """`joined_at`: the steps of the batch before."""
+        """`joined_at`: the steps of the batch before; fewer once drafts have taken the row further than one step."""
         self.row, self.joined_at = row, joined_at
         sampling = row.request.sampling
         self.is_greedy = sampling.temperature == 0

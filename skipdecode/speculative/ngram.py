@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skipdecode.speculative.draft import Source
 
 SHORTEST, LONGEST = 2, 4  # tokens that must match; longer matches are preferred
-COUNT_EVERY = 8  # rows without drafts, of which one is counted: some of the text says enough, and counting takes time
+COUNT_EVERY = 16  # rows without drafts, of which one is counted: some of the text says enough, and counting takes time
 _BYTES = array("i").itemsize
 
 

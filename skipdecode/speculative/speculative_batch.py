@@ -148,14 +148,10 @@ class SpeculativeBatch(ContinuousBatch):
         if self._plain.num_rounds == self._plain.decision.num_rounds or self.is_done:
             self._end_plain_rounds()
 
-    def _step_of(self, member: Member) -> int:
-        return len(member.row.tokens) - 1
-
     def _changed(self) -> None:
         if self._plain is not None and not self._plain.holds_for(len(self._members)):
             self._end_plain_rounds()
-        sampling = [member.row.request.sampling for member in self._members]
-        self._has_cuts = self._params is not None and any(map(cuts, sampling))
+        self._has_cuts = self._params is not None and any(cuts(member.row.request.sampling) for member in self._members)
         super()._changed()
 
     def _leave(self, members: Sequence[Member]) -> None:
@@ -194,6 +190,7 @@ class SpeculativeBatch(ContinuousBatch):
         made = self._verify(drafts, context)
         self._view = None  # rows have moved on by different numbers of tokens
         self._newest = to_device([member.row.tokens[-1] for member in self._members], self._device, torch.int64)
+        self._num_steps += 1
         self.stats.decode_steps += 1
         self.stats.row_steps += len(drafts)
         self.stats.draft_s += drafted - begin
@@ -311,6 +308,7 @@ class SpeculativeBatch(ContinuousBatch):
             accepted, before = draft.num_accepted(own), len(row.tokens)
             row.take(own[: accepted + 1], self.model.config.eos_token_ids, self._decode_text)
             kept = len(row.tokens) - before
+            draft.member.joined_at -= kept - 1  # so many decode steps in one
             draft.layers += len(own) * self._depth
             draft.ffns += len(own) * self._depth
             for counts, ran in ((row.layers, draft.layers), (row.ffns, draft.ffns)):
