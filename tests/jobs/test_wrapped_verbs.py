@@ -32,14 +32,14 @@ from skipdecode.schedules.from_config import make_schedule
 from tests.support.finetune_helpers import validations, write_pairs
 from tests.support.service_helpers import local, make_endpoint
 from tests.support.verbs import Call
-from tests.support.wrapped_models import L, naive_logits, save
+from tests.support.wrapped_models import INSTALLED_TYPES, L, naive_logits, save
 
 PROMPTS = [f"The Golden Otter serves {n} dishes near Willow Station" for n in range(12)]
 DECODE = {"max_layers": 5, "min_layers": 2}
 NUM_NEW = 8
 
 
-KINDS = ["gemma2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("glm", "gpt_oss", "olmo2", "qwen3_moe"))]
+KINDS = [kind if kind == "gemma2" else pytest.param(kind, marks=pytest.mark.slow) for kind in INSTALLED_TYPES]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def rows_of(run: Path) -> dict[str, list[int]]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma2", "glm", "gpt_oss", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", INSTALLED_TYPES)
 def test_a_run_is_exact_and_resumed(
     kind: str, folder_of: Callable[[str], Path], prompts: Path, tmp_path: Path, call: Call
 ) -> None:
