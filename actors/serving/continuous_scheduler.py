@@ -84,6 +84,16 @@ class ContinuousScheduler(Scheduler):
             return []  # as in `refill`
         return chosen
 
+    def choose_beside(self, newcomers: Sequence[Ticket], background: deque[Ticket]) -> list[Ticket]:
+        """As many as `background_prefill_tokens` for all of these prompts allow. The next request finds a place."""
+        if newcomers[0].max_batch_rows is not None:
+            return []  # the batch of one of them has failed
+        budget = int(BACKGROUND_SHARE * self.cache_budget)
+        queue = deque([*newcomers, *background])
+        chosen, joined = self._choose(queue, budget, self.config.background_prefill_tokens)
+        num_free = self.config.batch_size - len(joined) - len(newcomers)
+        return chosen[len(newcomers) :][: max(0, num_free - 1)]
+
     def make_room(self, waiting: deque[Ticket]) -> list[Ticket]:
         gone: list[Ticket] = []
         if not waiting or not any(ticket.is_background for batch in self._batches for ticket in batch.tickets):

@@ -4,9 +4,10 @@ One thread owns it (`engine_thread`); it knows nothing of Ray, HTTP or text. Whi
 scheduler's choice. A batch that cannot be decoded is tried again in halves until the request at fault is alone, so that
 no request can hurt another, and no token is given out twice.
 
-Requests in the background (`Ticket.on_answer`) have a queue of their own, and join only while no other request waits.
-One that finds no place or memory takes those of the youngest rows in the background. These are decoded again later,
-with the same tokens, since random numbers depend on a row's id and step alone.
+Requests in the background (`Ticket.on_answer`) have a queue of their own, and join while no other request waits, or in
+one pass with the prompts of those that start, where a few more tokens cost little. A request that finds no place or
+memory takes those of the youngest rows in the background. These are decoded again later, with the same tokens, since
+random numbers depend on a row's id and step alone.
 """
 
 from collections import deque
@@ -158,6 +159,8 @@ class Engine:
         if began != "requests":
             self._give_way()
             if newcomers := self._scheduler.choose(self.waiting):
+                if len(newcomers) == len(self.waiting):
+                    newcomers += self._scheduler.choose_beside(newcomers, self.background)
                 made += self._guarded(newcomers, lambda: self._start(newcomers))
                 self._began = "requests" if self.num_background else None
             elif began is None and not self.waiting and (rows := self._scheduler.choose_background(self.background)):

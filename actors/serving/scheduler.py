@@ -114,6 +114,10 @@ class Scheduler(ABC):
         them."""
         return []
 
+    def choose_beside(self, newcomers: Sequence[Ticket], background: deque[Ticket]) -> list[Ticket]:
+        """Tickets in the background whose prompts run in one pass with those of `newcomers`, which start now."""
+        return []
+
     def make_room(self, waiting: deque[Ticket]) -> list[Ticket]:
         """Takes rows in the background out of their batches, the youngest first, until those of `waiting` that could
         start together find places and memory. Returns their tickets, the oldest first."""

@@ -102,8 +102,8 @@ def test_a_burst_takes_all_places_and_no_row_joins_while_another_request_waits(g
     asked.step()
     assert (asked.engine.num_running, asked.engine.num_background) == (4, 0)
     while asked.engine.waiting:
-        asked.step()
         assert asked.engine.num_background == 0
+        asked.step()
     asked.finish()
     assert (asked.made, asked.ends) == offline(generator, own)
     assert asked.answers == answers_of(generator, pool)
@@ -129,6 +129,29 @@ def test_a_request_that_comes_while_prompts_of_the_background_run_is_next(genera
     assert (len(asked.made["0"]), asked.engine.counts.steps) == (1, 0)
     asked.step()
     assert (len(asked.made["0"]), asked.engine.counts.steps) == (2, 1)
+
+
+def test_prompts_of_the_background_run_with_those_of_a_request(generator: Generator) -> None:
+    """In one pass, within the bound for prompts of the background."""
+    asked, own, pool = Asked(generator, batch_size=16, background_prefill_tokens=96), pool_of(1), long_rows(12)
+    assert {ticket.bucket for ticket in (asked.engine.ticket(own[0]), *asked.in_background(pool))} == {32}
+    asked.engine.add(own[0])
+    asked.step()
+    assert (len(asked.made["0"]), asked.engine.num_background, asked.engine.counts.steps) == (1, 2, 0)
+    asked.finish()
+    assert asked.answers == answers_of(generator, pool)
+    assert asked.made == offline(generator, own)[0]
+
+
+def test_prompts_that_run_with_those_of_a_request_leave_a_place_for_the_next_one(generator: Generator) -> None:
+    asked, own = Asked(generator), pool_of(2)
+    asked.in_background(long_rows(12))
+    asked.engine.add(own[0])
+    asked.step()
+    assert (asked.engine.num_running, asked.engine.num_background) == (1, 2)
+    asked.engine.add(own[1])
+    asked.step(2)
+    assert (asked.engine.num_running, asked.engine.num_background, asked.engine.counts.gave_way) == (2, 2, 0)
 
 
 def test_the_background_has_a_part_of_the_memory_and_frees_it(
