@@ -44,6 +44,7 @@ def load_packed_model(config: GeneratorConfig) -> tuple[Decoder, Sequence[torch.
         dtype=dtype,
         devices=devices,
         implementation=config.implementation,
+        quantization=config.quantization,
     )
     packed = model.pack(config.quantization, config.kv_cache_dtype)
     if config.deterministic and config.decode.get("lossless") and not packed.is_batch_invariant:

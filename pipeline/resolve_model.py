@@ -17,7 +17,7 @@ from skipdecode.checkpoint.hub import pin, resolve_source
 from skipdecode.checkpoint.lora_adapter import resolve_adapter
 from skipdecode.checkpoint.model_config import read_config
 from skipdecode.checkpoint.tokenizer import Tokenizer
-from skipdecode.checkpoint.weights import adapted, check_folder
+from skipdecode.checkpoint.weights import ADAPTER_NEEDS_VALUES, adapted, check_blocks, check_folder
 from skipdecode.config.model import DecoderConfig, KVCacheDtype, Quantization, WantedImplementation
 from skipdecode.config.structured_outputs import StructuredOutputs
 from skipdecode.config.wrapped import WrappedConfig
@@ -52,6 +52,8 @@ def check_model(config: JobConfig, log: Log) -> ResolvedModel:
     try:
         asked = config.model
         folder, model_config, adapter = find_model(asked.source, asked.adapter, log, asked.implementation)
+        if asked.quantization == "int4" and check_blocks(folder, model_config) and adapter is not None:
+            raise ConfigError("model.adapter", ADAPTER_NEEDS_VALUES)
         own = config.model.tokenizer
         tokenizer = Tokenizer(resolve_source(own, "model.tokenizer") if own else folder, model_config)
         decode = resolve_decode(config, model_config, log)
@@ -320,32 +322,38 @@ def resolve_ffn_skip(
 
 
 def check_quantization(
-    quantization: Quantization | None, model_config: DecoderConfig, dtype: str, device: str, no_int8: str | None
+    quantization: Quantization | None, model_config: DecoderConfig, dtype: str, device: str, lacking: str | None
 ) -> None:
     """ConfigError where workers on `device` in `dtype` could not load the model quantized like this. What their GPUs
     can do is only known there.
 
-    `no_int8` says why their CPUs have no kernels for int8 weights; None if they have, or it is not known yet.
+    `lacking` says why their CPUs have no kernels for such weights; None if they have, or it is not known yet.
     """
     if quantization is None:
         return
     if quantization == "fp8":
         _check_fp8_weights(model_config, dtype, device)
         return
-    if device != "cpu" or dtype != "bfloat16":
-        raise ConfigError(
-            "model.quantization",
-            f"{quantization} weights are for bfloat16 on CPUs with AMX, or with AVX-512 that has BF16 and VNNI, and "
-            f"this would decode in {dtype} on {device}; null keeps the weights as they are",
+    if device != "cpu" or dtype not in ("bfloat16", "float32")[: 2 if quantization == "int4" else 1]:
+        where = (
+            "float32 or bfloat16 on CPUs with AVX2"
+            if quantization == "int4"
+            else "bfloat16 on CPUs with AMX, or with AVX-512 that has BF16 and VNNI"
         )
-    if no_int8 is not None:
         raise ConfigError(
             "model.quantization",
-            f"{quantization} weights need a back end that has kernels for them; {no_int8}; null keeps the weights as "
+            f"{quantization} weights are for {where}, and this would decode in {dtype} on {device}; null keeps the "
+            "weights as they are",
+        )
+    if lacking is not None:
+        raise ConfigError(
+            "model.quantization",
+            f"{quantization} weights need a back end that has kernels for them; {lacking}; null keeps the weights as "
             "they are",
         )
     for key, width in product_inputs(model_config):
-        if (problem := int8_misfit(width)) is not None:
+        problem = int8_misfit(width) if quantization == "int8" else "no multiple of 32" if width % 32 else None
+        if problem is not None:
             raise ConfigError("model.quantization", f"{key} {width} of this model is {problem}; null takes it")
 
 

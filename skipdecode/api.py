@@ -88,13 +88,13 @@ def load(
     `adapter`: the folder of a LoRA adapter, merged into the weights. `tokenizer`: a folder or hub id with the
     tokenizer's files, where they are not beside the model. `dtype`: auto, float32, bfloat16 or float16; auto takes
     bfloat16 where the device multiplies it. `device`: auto, cpu, cuda or cuda:N; auto takes the GPU if there is one.
-    `quantization`: `int8` or `fp8` weights. `kv_cache_dtype`: `fp8` keys and values. `implementation`: `own`, a family
-    with kernels of ours, or `transformers`, any decoder-only model; auto takes the former where there is one.
+    `quantization`: `int8`, `int4` or `fp8` weights. `kv_cache_dtype`: `fp8` keys and values. `implementation`: `own`, a
+    family with kernels of ours, or `transformers`, any decoder-only model; auto takes the former where there is one.
     """
     if implementation not in (known := get_args(WantedImplementation)):
         raise ValueError(f"implementation: must be {', '.join(known)}, got {implementation!r}")
     if quantization not in (None, *get_args(Quantization)):
-        raise ValueError(f"quantization: must be {' or '.join(get_args(Quantization))}, or None, got {quantization!r}")
+        raise ValueError(f"quantization: must be {', '.join(get_args(Quantization))}, or None, got {quantization!r}")
     if kv_cache_dtype not in (known := get_args(KVCacheDtype)):
         raise ValueError(f"kv_cache_dtype: must be {' or '.join(known)}, got {kv_cache_dtype!r}")
     target = available_device(device)
@@ -105,7 +105,12 @@ def load(
     for remark in check_folder(folder, adapter, config):
         warnings.warn(remark, stacklevel=2)
     model = load_model(
-        folder, adapter=adapter, device=target, dtype=torch_dtype, implementation=config.implementation
+        folder,
+        adapter=adapter,
+        device=target,
+        dtype=torch_dtype,
+        implementation=config.implementation,
+        quantization=quantization,
     ).pack(quantization, kv_cache_dtype)
     return TextModel(model, Tokenizer(files, model.config))
 

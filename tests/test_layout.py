@@ -52,7 +52,7 @@ ARROWS = {
         "schedules": {"config"},
         "cost": {"config", "schedules"},
         "kv": {"backends", "config"},
-        "checkpoint": {"config", "families", "model", "schedules", "user_cache"},
+        "checkpoint": {"backends", "config", "families", "model", "schedules", "user_cache"},
         "api": {"checkpoint", "config", "engine", "model", "schedules"},
         "lm_eval": {"api", "checkpoint", "config", "engine", "model"},
         "model": {"backends", "config", "kv", "schedules"},

@@ -43,7 +43,7 @@ class PrefillCosts:
         ceilings: Ceilings,
         *,
         itemsize: int,
-        weight_itemsize: int,
+        weight_itemsize: float,
         kv_itemsize: int | None = None,
     ) -> "PrefillCosts":
         predict = partial(

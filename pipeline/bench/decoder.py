@@ -36,7 +36,7 @@ class BenchConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the decoder computes in; auto: bfloat16 where the device multiplies it, else float32."""
     quantization: Quantization | None = None
-    """int8, fp8: weights of 8 bits, as `model.quantization` of a job."""
+    """int8, fp8: weights of 8 bits; int4: of 4; as `model.quantization` of a job."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """fp8: keys and values of 8 bits, as `model.kv_cache_dtype` of a job."""
     threads: Annotated[int, Field(ge=1)] | None = None
@@ -131,7 +131,8 @@ def _load_model(config: BenchConfig, device: "torch.device", precision: str) -> 
     if config.source is not None:
         if config.swiftkv is not None:
             raise ValueError("swiftkv: is for a shape; a source carries its own, or jobs.distill gives it one")
-        model = load_model(config.source, adapter=config.adapter, device=device, dtype=dtype)
+        quantization = config.quantization if config.work == "decode" else None
+        model = load_model(config.source, adapter=config.adapter, device=device, dtype=dtype, quantization=quantization)
     else:
         if config.adapter is not None:
             raise ValueError("adapter: is for a source; a shape has random weights")

@@ -17,6 +17,7 @@ from pipeline.cluster.pool import Cluster
 from pipeline.config.job import ConfigError
 from skipdecode.backends import choice
 from skipdecode.backends.choice import BackendError, Choice
+from skipdecode.config.model import Quantization
 
 TIMEOUT_S = 300  # a node may compile its kernels first, beside a start of torch
 
@@ -52,12 +53,13 @@ def resolve_dtype(name: str, device: str, nodes: Sequence[NodeBackend]) -> str:
     return "bfloat16" if has_bfloat16 else "float32"
 
 
-def reason_against_int8(nodes: Sequence[NodeBackend]) -> str | None:
-    """Why some worker cannot have int8 weights, and on which node; None where all of them can."""
+def reason_against(quantization: Quantization | None, nodes: Sequence[NodeBackend], dtype: str) -> str | None:
+    """Why the CPU of some worker cannot have weights quantized like this beside numbers of that type, and on which
+    node; None where all of them can."""
     for node in nodes:
-        if node.backend is not None and node.backend.no_int8 is not None:
-            return f"{node.backend.no_int8} (on {node.node})"
-    return None
+        if node.backend is not None and (problem := node.backend.lacks(quantization)) is not None:
+            return f"{problem} (on {node.node})"
+    return reason_for_torch(nodes, dtype) if quantization == "int4" else None
 
 
 def reason_for_torch(nodes: Sequence[NodeBackend], dtype: str) -> str | None:

@@ -80,8 +80,9 @@ class ModelConfig(Section):
     own where a family takes the model, else transformers."""
     quantization: Quantization | None = None
     """int8: 8-bit weights, which halves the bytes read per step and changes some tokens. For bfloat16 on CPUs with AMX,
-    or with AVX-512 that has BF16 and VNNI. fp8: 8-bit weights (e4m3) and inputs of products, for bfloat16 on GPUs of
-    compute capability 8.9 and later (L4, H100). null: the weights as they are."""
+    or with AVX-512 that has BF16 and VNNI. int4: 4-bit weights and 8-bit inputs of products, in blocks of 32, for CPUs
+    with AVX2; a .gguf file of Q4_0, Q4_1 or Q8_0 keeps its blocks. fp8: 8-bit weights (e4m3) and inputs of products,
+    for bfloat16 on GPUs of compute capability 8.9 and later (L4, H100). null: the weights as they are."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """fp8: 8-bit keys and values (e4m3, a scale per layer and head), which halves the memory and the bytes read per
     token of context and changes some tokens. For bfloat16 on GPUs of compute capability 8.9 and later (L4, H100). auto:

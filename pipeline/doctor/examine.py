@@ -15,7 +15,7 @@ from pipeline.cluster.node_backends import (
     NodeBackend,
     find_backends,
     look,
-    reason_against_int8,
+    reason_against,
     reason_for_torch,
     resolve_dtype,
 )
@@ -41,6 +41,7 @@ from pipeline.resolve_model import check_exact_drafts, check_kv_cache_dtype, che
 from pipeline.store.run_folder import RunFolder
 from skipdecode.backends.fp8 import FP8
 from skipdecode.backends.host_memory import num_cores
+from skipdecode.config.model import ON_CPUS
 from skipdecode.cost.roofline import cache_bytes_per_row
 from skipdecode.model.devices import choose_device
 from skipdecode.schedules.from_config import make_schedule
@@ -204,7 +205,8 @@ def choice(
     worker, device = worker or Worker(), worker_device(pool)
     model = worker.model = check_model(config, log)
     dtype = resolve_dtype(config.model.dtype, device.type, nodes)
-    check_quantization(config.model.quantization, model.config, dtype, device.type, reason_against_int8(nodes))
+    lacking = reason_against(config.model.quantization, nodes, dtype)
+    check_quantization(config.model.quantization, model.config, dtype, device.type, lacking)
     check_kv_cache_dtype(config.model.kv_cache_dtype, model.config, dtype, device.type)
     lacking = reason_for_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device.type, lacking)
@@ -232,7 +234,7 @@ def choice(
     )
     if device.type == "cuda" and not torch.cuda.is_available():
         return found
-    if config.model.quantization == "int8" and cpu_backend().no_int8 is not None:
+    if config.model.quantization in ON_CPUS and cpu_backend().lacks(config.model.quantization) is not None:
         return found
     log(f"model: loading {model.source} on {device}")
     generator = worker.generator = Generator(

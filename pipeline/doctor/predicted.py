@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from pipeline.config.job import ConfigError
 from pipeline.formatting import Json, Log
-from skipdecode.config.model import WEIGHT_BYTES, KVCacheDtype, Quantization
+from skipdecode.config.model import ON_CPUS, WEIGHT_BYTES, KVCacheDtype, Quantization
 from skipdecode.cost.gpu_specs import gpu_named
 from skipdecode.cost.predict import BANDWIDTH_REACHED, FLOPS_REACHED, MODELS, Prediction, Workload, predict_all
 from skipdecode.families import released
@@ -34,7 +34,7 @@ def predicted(
         raise ConfigError("--prompt-tokens", f"{prompt_tokens} is below 1")
     asked = {"model.quantization": quantization or "null", "model.kv_cache_dtype": kv_cache_dtype}
     for key, value in asked.items():
-        if value == "int8" or (value == "fp8" and not gpu.has_fp8):
+        if value in ON_CPUS or (value == "fp8" and not gpu.has_fp8):
             raise ConfigError(key, f"{value} does not run on {gpu.name}; leave it out")
     work = Workload(
         prompt_tokens,

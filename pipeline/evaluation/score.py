@@ -38,7 +38,7 @@ from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.lora_adapter import resolve_adapter
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.checkpoint.weights import load_model
-from skipdecode.config.model import Quantization
+from skipdecode.config.model import ON_CPUS, Quantization
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import choose_dtype
 from skipdecode.schedules.from_config import make_schedule
@@ -218,7 +218,7 @@ class Policy:
 
 def _perplexity(config: EvaluateConfig, run: RunPolicy | None, pairs: list[tuple[str, str]], log: Log) -> PolicyFigures:
     """The references under model and schedule of the run; None where left out."""
-    is_cpu = config.device == "auto" and run is not None and run.quantization == "int8"  # which is for CPUs
+    is_cpu = config.device == "auto" and run is not None and run.quantization in ON_CPUS
     device = device_to_measure("cpu" if is_cpu else config.device)
     torch.set_num_threads(config.threads or num_cores())
     figures, num_pairs, more = loss_figures(None), 0, PolicyKeys()
@@ -259,7 +259,7 @@ def _load_policy(config: EvaluateConfig, run: RunPolicy, device: torch.device) -
             raise ValueError(f"{run.model}: the checkpoint there is no longer the one that the run used")
         if run.adapter is not None and digest_adapter(resolve_adapter(run.adapter)) != run.adapter_files:
             raise ValueError(f"{run.adapter}: the adapter there is no longer the one that the run used")
-        model = load_model(folder, adapter=run.adapter, device=device, dtype=dtype)
+        model = load_model(folder, adapter=run.adapter, device=device, dtype=dtype, quantization=run.quantization)
         if run.quantization:
             model.pack(run.quantization)
         encoder = Tokenizer(run.tokenizer or folder, model.config)

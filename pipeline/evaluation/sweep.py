@@ -59,7 +59,7 @@ class SweepRun(Section):
     adapter: str | None = None
     """The folder of a LoRA adapter for it; null: none."""
     quantization: Quantization | None = None
-    """int8 or fp8 quantizes the weights, like `model.quantization` of a job."""
+    """int8, int4 or fp8 quantizes the weights, like `model.quantization` of a job."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """fp8 stores keys and values in 8 bits, like `model.kv_cache_dtype` of a job; losses are taken without a cache."""
     decode: Annotated[tuple[SweepDecode, ...], Field(min_length=1)]
@@ -201,7 +201,7 @@ def check_run(config: SweepConfig, index: int, dtype: str, device: str, log: Log
     }
     try:
         model = check_model(JobConfig.model_validate(base | {"decode": {"method": "full"}}), log)
-        check_quantization(run.quantization, model.config, dtype, device, choose().no_int8)
+        check_quantization(run.quantization, model.config, dtype, device, choose().lacks(run.quantization))
         check_kv_cache_dtype(run.kv_cache_dtype, model.config, dtype, device)
     except ConfigError as error:
         raise ConfigError(f"runs.{index}.model ({run.label})", str(error)) from error

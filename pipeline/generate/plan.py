@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 from actors.templates.chat_template import ChatTemplate
 from actors.templates.chat_template_files import load_chat_template
-from pipeline.cluster.node_backends import find_backends, reason_against_int8, reason_for_torch, resolve_dtype
+from pipeline.cluster.node_backends import find_backends, reason_against, reason_for_torch, resolve_dtype
 from pipeline.cluster.pool import Cluster, Pool, find_pool, start_ray, unseen_gpus
 from pipeline.config.job import ConfigError, JobConfig
 from pipeline.formatting import Log, count
@@ -222,7 +222,8 @@ def resolve_run_dtype(
     )
     nodes = find_backends(cluster, pool.num_cpus) if device == "cpu" and must_query_nodes else ()
     dtype = resolve_dtype(name, device, nodes)
-    check_quantization(model_config.quantization, model.config, dtype, device, reason_against_int8(nodes))
+    not_quantized = reason_against(model_config.quantization, nodes, dtype)
+    check_quantization(model_config.quantization, model.config, dtype, device, not_quantized)
     check_kv_cache_dtype(model_config.kv_cache_dtype, model.config, dtype, device)
     lacking = reason_for_torch(nodes, dtype)
     check_exact_drafts(model.decode, config.sampling.deterministic, model.config, device, lacking)

@@ -52,6 +52,7 @@ from skipdecode.backends.choice import VARIABLE
 from skipdecode.backends.device import choice_on
 from skipdecode.backends.host_memory import num_cores
 from skipdecode.checkpoint.hub import pin, resolve_source
+from skipdecode.config.model import ON_CPUS
 from skipdecode.engine.continuous_batch import check_continuous
 from skipdecode.engine.request import Request
 from skipdecode.model.devices import dtype_name
@@ -228,8 +229,10 @@ def make_spec(config: ServeConfig, made_key: str | None = None) -> EndpointSpec:
     device, dtype = "auto", config.model.dtype
     quantization, kv_cache_dtype = config.model.quantization, config.model.kv_cache_dtype
     if quantization is not None or kv_cache_dtype != "auto":  # without a kernel for it, replicas would fail to start
-        device, dtype = "cpu" if quantization == "int8" else "cuda", "bfloat16" if dtype == "auto" else dtype
-        check_quantization(quantization, model.config, dtype, device, no_int8=None)
+        device = "cpu" if quantization in ON_CPUS else "cuda"
+        if dtype == "auto" and quantization != "int4":  # which takes whatever type replicas have kernels for
+            dtype = "bfloat16"
+        check_quantization(quantization, model.config, "bfloat16" if dtype == "auto" else dtype, device, lacking=None)
         check_kv_cache_dtype(kv_cache_dtype, model.config, dtype, device)
     if config.sampling.deterministic and model.decode.get("lossless"):  # drafts are exact on CPUs only
         device = "cpu"

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipdecode.backends.block_quantization import StoredBlocks
 from skipdecode.backends.fp8 import why_no_fp8
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.backends.torch_sampling import likeliest, mask, pick_by_sort
-from skipdecode.config.model import FeedForwardKind, Quantization
+from skipdecode.config.model import ON_CPUS, FeedForwardKind, Quantization
 
 Activation = Literal["none", "relu", "swiglu", "geglu"]
 """What follows a product. `swiglu`: silu(gate) * up of its outputs [gate; up]; `geglu`: gelu(gate) * up, by tanh."""
@@ -400,10 +401,16 @@ class Backend:
         return why_no_fp8(device)
 
     def pack(
-        self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
+        self,
+        weight: Tensor,
+        quantization: Quantization | None = None,
+        *,
+        is_gated: bool = False,
+        blocks: StoredBlocks | None = None,
     ) -> PackedWeight | None:
         """The weight [out, in] in this back end's layout, or None where that gains nothing. `is_gated`: for `GATED`.
-        ValueError where the quantization is not supported (`check`)."""
+        `blocks`: for int4, those of `weight`, whose own values are not read then. ValueError where the quantization is
+        not supported (`check`)."""
         self.check(weight, quantization, is_gated=is_gated)
         return None
 
@@ -415,8 +422,9 @@ class Backend:
         """ValueError where `pack` cannot quantize this weight."""
         if quantization is not None:
             kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
-            where = "CPUs" if quantization == "int8" else "GPUs with our kernels"
-            raise ValueError(f"quantization: {quantization} weights are for bfloat16 on {where}, and this is {kind}")
+            where = "CPUs" if quantization in ON_CPUS else "GPUs with our kernels"
+            types = "float32 and bfloat16" if quantization == "int4" else "bfloat16"
+            raise ValueError(f"quantization: {quantization} weights are for {types} on {where}, and this is {kind}")
 
     def fuse(
         self,

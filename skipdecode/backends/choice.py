@@ -1,7 +1,7 @@
 """Chooses the CPU back end of this process, and says why. Imports no torch.
 
-This is the only place that reads the CPU's flags. The automatic dtype and whether weights may be int8 follow from the
-choice. The kernels themselves are compiled and loaded by `skipdecode.backends.build`.
+This is the only place that reads the CPU's flags. The automatic dtype and whether weights may be int8 or int4 follow
+from the choice. The kernels themselves are compiled and loaded by `skipdecode.backends.build`.
 """
 
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from skipdecode.backends.build import BuildError, has_slow_bfloat16, load
+from skipdecode.config.model import Quantization
 
 Name = Literal["amx", "avx512", "avx2", "torch", "triton"]
 NAMES: tuple[Name, ...] = ("amx", "avx512", "avx2", "torch")
@@ -48,6 +49,17 @@ class Choice:
     """The type that `dtype: auto` stands for."""
     no_int8: str | None
     """Why weights cannot be int8; None if they can."""
+
+    @property
+    def no_int4(self) -> str | None:
+        """Why weights cannot be int4; None if they can."""
+        if self.name == "triton":
+            return "int4 weights are for CPUs"
+        return "the back end is torch, and only amx, avx512 and avx2 have it" if self.name == "torch" else None
+
+    def lacks(self, quantization: Quantization | None) -> str | None:
+        """Why it has no weights quantized like this, of those that are for CPUs; None if it has them."""
+        return {"int8": self.no_int8, "int4": self.no_int4}.get(quantization or "")
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"

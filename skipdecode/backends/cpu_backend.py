@@ -28,6 +28,7 @@ from skipdecode.backends.backend import (
     activate,
 )
 from skipdecode.backends.backend import Product as AnyProduct
+from skipdecode.backends.block_quantization import StoredBlocks, quantize
 from skipdecode.backends.cpu_layers import KVStoreKernel, LayerKernel, Product, Step
 from skipdecode.backends.large_pages import large_pages, reusable_bytes
 from skipdecode.config.model import Quantization
@@ -52,9 +53,17 @@ class CompiledBackend(Backend):
         return f"the CPU kernels are not used: {chosen.reason}" if chosen.name == "torch" else None
 
     def pack(
-        self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
+        self,
+        weight: Tensor,
+        quantization: Quantization | None = None,
+        *,
+        is_gated: bool = False,
+        blocks: StoredBlocks | None = None,
     ) -> PackedWeight | None:
         self.check(weight, quantization, is_gated=is_gated)
+        if quantization == "int4":
+            blocks = blocks or quantize(weight.detach(), "Q4_0")
+            return _Kernel(cpu_weights.pack_blocks(blocks, weight.dtype, gated=is_gated), len(weight), is_gated)
         if quantization is not None:
             return _Kernel(cpu_weights.pack_int8(weight, gated=is_gated), len(weight), is_gated)
         if _fits_kernels(weight, is_gated):
@@ -76,6 +85,9 @@ class CompiledBackend(Backend):
         return "the kernels of CPUs have no such type"
 
     def check(self, weight: Tensor, quantization: Quantization | None, *, is_gated: bool = False) -> None:
+        if quantization == "int4":
+            check_int4(weight, is_gated=is_gated)
+            return
         if quantization == "fp8" or (quantization is not None and weight.dtype != torch.bfloat16):
             super().check(weight, quantization)
         if quantization is not None:
@@ -208,14 +220,34 @@ def attend_one(
     return out.view(q.shape)
 
 
+def check_int4(weight: Tensor, *, is_gated: bool = False) -> None:
+    """ValueError where no kernel can take int4 weights in place of this weight."""
+    chosen = choice.choose()
+    if chosen.no_int4 is not None:
+        raise ValueError(f"quantization: no int4 weights here: {chosen.no_int4}")
+    if not cpu_weights.multiplies(weight.dtype):
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise ValueError(f"quantization: no int4 weights in {kind}, which the back end {chosen.name} does not multiply")
+    _check_shape("int4", weight, is_gated)
+
+
 def check_int8(weight: Tensor, *, is_gated: bool = False) -> None:
     """ValueError where no kernel can take int8 weights in place of this bfloat16 weight."""
     if (problem := choice.choose().no_int8) is not None:
         raise ValueError(f"quantization: no int8 weights here: {problem}")
-    if is_gated and len(weight) % (2 * cpu_weights.GATES):
-        raise ValueError(f"quantization: int8 weights need gates in a multiple of 16, and these are {len(weight) // 2}")
+    _check_shape("int8", weight, is_gated)
     if (problem := choice.int8_misfit(inputs := weight.shape[1])) is not None:
-        raise ValueError(f"quantization: int8 weights need inputs in a multiple of 32; {inputs} is {problem}")
+        raise ValueError(f"quantization: int8 weights cannot have {inputs} inputs: {problem}")
+
+
+def _check_shape(quantization: Quantization, weight: Tensor, is_gated: bool) -> None:
+    if is_gated and len(weight) % (2 * cpu_weights.GATES):
+        gates = len(weight) // 2
+        raise ValueError(f"quantization: {quantization} weights need gates in a multiple of 16, and these are {gates}")
+    if (inputs := weight.shape[1]) % 32:
+        raise ValueError(
+            f"quantization: {quantization} weights need inputs in a multiple of 32; {inputs} is no multiple of 32"
+        )
 
 
 def onednn_lays_out(dtype: torch.dtype) -> bool:

@@ -30,7 +30,7 @@ from skipdecode.backends.cpu_library import (
     pointer,
     shared_prefix_struct,
 )
-from skipdecode.backends.cpu_weights import Operand, Weight, operand_of, part_of
+from skipdecode.backends.cpu_weights import BlockWeight, Operand, Weight, operand_of, part_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,12 @@ class Product:
 
     def struct(self) -> ProductStruct:
         """The structure that kernels take; the tensors must outlive it."""
-        tiles, scales, totals = (*self._operand.pointers, None, None)[:3]
-        return ProductStruct(self.outputs, self.inputs, tiles, scales, totals, pointer(self.bias))
+        operand, bias = self._operand, pointer(self.bias)
+        if isinstance(self.packed, BlockWeight):
+            blocks, block_format = operand.pointers
+            return ProductStruct(self.outputs, self.inputs, blocks, None, None, bias, block_format)
+        tiles, scales, totals = (*operand.pointers, None, None)[:3]
+        return ProductStruct(self.outputs, self.inputs, tiles, scales, totals, bias)
 
     @property
     def dtype(self) -> torch.dtype:

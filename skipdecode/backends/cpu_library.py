@@ -16,8 +16,8 @@ from skipdecode.backends.backend import SharedPrefix
 
 POINTER, INT, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-Kind = torch.dtype | Literal["int8"]
-"""The element type in a function's name; `int8` is that of the weights."""
+Kind = torch.dtype | Literal["int8", "blocks_float32", "blocks_bfloat16"]
+"""The element type in a function's name; `int8` is that of the weights, and `blocks_` precedes that of the rows."""
 ARGUMENTS = {
     "step": [POINTER, INT64, INT64, POINTER, INT, INT, *[POINTER] * 8, INT],
     "prompt": [POINTER, INT64, *[POINTER] * 5, INT, INT, *[POINTER] * 2, INT64, POINTER, INT],
@@ -29,8 +29,16 @@ ARGUMENTS = {
     "pack": [INT64, INT64, POINTER, POINTER],
     "linear": [*[INT64] * 3, POINTER, INT64, POINTER, POINTER, INT, POINTER, POINTER, INT],
     "linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 4, INT, POINTER, POINTER, INT],
+    **{
+        f"linear_blocks_{name}": [*[INT64] * 3, POINTER, INT64, POINTER, INT64, POINTER, INT, POINTER, POINTER, INT]
+        for name in NAMES.values()
+    },
     "argmax_linear": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 3, INT],
     "argmax_linear_int8": [*[INT64] * 3, POINTER, INT64, *[POINTER] * 5, INT],
+    **{
+        f"argmax_linear_blocks_{name}": [*[INT64] * 3, POINTER, INT64, POINTER, INT64, POINTER, POINTER, INT]
+        for name in NAMES.values()
+    },
 }
 
 
@@ -87,6 +95,7 @@ class ProductStruct(ctypes.Structure):
         ("scales", POINTER),
         ("totals", POINTER),
         ("bias", POINTER),
+        ("format", INT64),
     ]
 
 

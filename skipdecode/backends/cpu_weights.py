@@ -1,4 +1,5 @@
-"""Weights in the layout that the CPU kernels read (`cpp/gemm.h`), with 4, 2 or 1 bytes per weight."""
+"""Weights in the layout that the CPU kernels read: with 4, 2 or 1 bytes per weight (`cpp/gemm.h`), or in blocks
+(`cpp/blocks.h`)."""
 
 from typing import NamedTuple
 
@@ -7,12 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipdecode.backends import choice
+from skipdecode.backends.block_quantization import BLOCK, NUM_BYTES, BlockKind, StoredBlocks, quantize
 from skipdecode.backends.cpu_library import Kind, function
 from skipdecode.backends.large_pages import LargePages
 
 GATES = 16
 """Rows of a gate that lie together in a packed weight, before as many rows of the up projection (`interleave`)."""
 PART = 64  # blocks of 32 outputs that are quantised at a time
+FORMATS: dict[BlockKind, int] = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 3}
+"""The values of `BlockFormat` in `cpp/micro_blocks.h`."""
 _WEIGHTS = LargePages()
 
 
@@ -57,8 +61,18 @@ class Int8Weight(NamedTuple):
     inputs: int
 
 
-Weight = Tensor | Int8Weight
-"""A packed weight, as `pack` or `pack_int8` returns it."""
+class BlockWeight(NamedTuple):
+    """A weight [out, in] in blocks of 32 inputs, packed (`pack_blocks`)."""
+
+    blocks: Tensor
+    """[out / 32, in / 32, bytes] uint8, `Blocks` of `cpp/micro_blocks.h`."""
+    kind: BlockKind
+    rows: torch.dtype
+    """The type of what it multiplies."""
+
+
+Weight = Tensor | Int8Weight | BlockWeight
+"""A packed weight, as `pack`, `pack_int8` or `pack_blocks` returns it."""
 
 
 class Operand(NamedTuple):
@@ -70,7 +84,7 @@ class Operand(NamedTuple):
     rows: torch.dtype
     """The type of what it multiplies."""
     pointers: tuple[int, ...]
-    """Addresses of the tiles and, for int8, of scales and totals."""
+    """Addresses of the tiles and, for int8, of scales and totals; behind that of blocks, their format."""
 
 
 def part_of(packed: Weight, start: int, stop: int | None = None) -> Weight:
@@ -80,15 +94,22 @@ def part_of(packed: Weight, start: int, stop: int | None = None) -> Weight:
     if isinstance(packed, Int8Weight):
         tiles, scales, totals, _ = packed
         return packed._replace(tiles=tiles[blocks], scales=scales[start:stop], totals=totals[start:stop])
+    if isinstance(packed, BlockWeight):
+        return packed._replace(blocks=packed.blocks[blocks])
     return packed[blocks]
 
 
 def operand_of(packed: Weight, outputs: int) -> Operand:
-    for tensor in [packed] if isinstance(packed, Tensor) else packed[:3]:
-        assert tensor.is_contiguous(), tensor.stride()
+    """A packed weight with so many outputs for a kernel; AssertionError for one of another shape."""
+    for tensor in [packed] if isinstance(packed, Tensor) else packed:
+        assert not isinstance(tensor, Tensor) or tensor.is_contiguous(), tensor.stride()
     if isinstance(packed, Int8Weight):
         pointers = packed.tiles.data_ptr(), packed.scales.data_ptr(), packed.totals.data_ptr()
         found = Operand("int8", packed.tiles, packed.inputs, torch.bfloat16, pointers)
+    elif isinstance(packed, BlockWeight):
+        kind: Kind = "blocks_float32" if packed.rows == torch.float32 else "blocks_bfloat16"
+        inputs, address = BLOCK * packed.blocks.shape[1], (packed.blocks.data_ptr(), FORMATS[packed.kind])
+        found = Operand(kind, packed.blocks, inputs, packed.rows, address)
     else:
         found = Operand(packed.dtype, packed, 32 * packed.shape[1], packed.dtype, (packed.data_ptr(),))
     assert found.tiles.shape[0] == -(-outputs // 32), (outputs, found.tiles.shape)
@@ -113,3 +134,32 @@ def pack_int8(weight: Tensor, *, gated: bool = False) -> Int8Weight:
         packed[at : at + PART] = whole.view(-1, 2, 16, steps, 16, 4).permute(0, 3, 1, 4, 2, 5)
         totals[own] = whole.sum(dim=1, dtype=torch.int32)
     return Int8Weight(packed, scales, totals, inputs)
+
+
+def pack_blocks(blocks: StoredBlocks, rows: torch.dtype, *, gated: bool = False) -> BlockWeight:
+    """Blocks as a GGUF file has them, in the order in which `linear` reads them; their bytes stay as they are, but for
+    the sign of those of 8 bits. `rows`: the type of what they multiply; `gated` as in `pack`."""
+    outputs, inputs = blocks.shape
+    num_bytes, most = NUM_BYTES[blocks.kind], 32 * PART
+    head, tail = (2, 32) if blocks.kind == "Q8_0" else (num_bytes - 16, 16)  # scales and minima, numbers
+    packed = _WEIGHTS.empty((-(-outputs // 32), inputs // BLOCK, 32 * num_bytes), torch.uint8)
+    order = torch.arange(outputs)
+    order = interleave(order) if gated else order
+    for at in range(0, outputs, most):
+        part = F.pad(blocks.rows(order[at : at + most]), (0, 0, 0, 0, 0, -min(most, outputs - at) % 32))
+        count = len(part) // 32
+        into = packed[at // 32 : at // 32 + count]  # [n, in / 32, bytes]
+        numbers = part[..., head:].view(count, 2, 16, -1, tail // 4, 4)  # [n, tile, output, in / 32, line, 4]
+        lines = numbers.permute(0, 3, 1, 4, 2, 5).reshape(count, -1, 32 * tail)
+        into[..., : 32 * tail] = lines ^ 128 if blocks.kind == "Q8_0" else lines
+        halves = (
+            part[..., :head].reshape(count, 32, -1, head // 2, 2).permute(0, 2, 3, 1, 4)
+        )  # [n, in / 32, half, output]
+        into[..., 32 * tail :] = halves.reshape(count, -1, 32 * head)
+    return BlockWeight(packed, blocks.kind, rows)
+
+
+def pack_int4(weight: Tensor, *, gated: bool = False) -> BlockWeight:
+    """Quantises a weight [out, in], in a multiple of 32, to 4 bits (`block_quantization.quantize`) and packs it.
+    `gated` as in `pack`."""
+    return pack_blocks(quantize(weight.detach(), "Q4_0"), weight.dtype, gated=gated)

@@ -32,6 +32,7 @@ from skipdecode.backends.backend import (
     SharedPrefix,
     activate,
 )
+from skipdecode.backends.block_quantization import StoredBlocks
 from skipdecode.backends.cuda_fp8 import STEP, Fp8Product, Fp8Weight
 from skipdecode.backends.cuda_kernels import PREFIX_ROWS, Heads, Kernels, Norm
 from skipdecode.backends.fp8 import FP8, as_bytes, widened
@@ -263,7 +264,12 @@ class CudaBackend(Backend):
         self._no_shared_prefixes = no_shared_prefixes
 
     def pack(
-        self, weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False
+        self,
+        weight: Tensor,
+        quantization: Quantization | None = None,
+        *,
+        is_gated: bool = False,
+        blocks: StoredBlocks | None = None,
     ) -> CudaWeight | Fp8Weight:
         self.check(weight, quantization, is_gated=is_gated)
         if quantization == "fp8":

@@ -6,7 +6,7 @@ positions are scaled as in Llama 3. The tokenizer is read by `skipdecode.checkpo
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,9 +18,11 @@ from skipdecode.checkpoint.gguf_header import Header, TensorInfo, read_header
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from skipdecode.backends.block_quantization import StoredBlocks
+
 Made = TypeVar("Made")
 
-__all__ = ["chat_template", "checked", "read_config", "tensors", "weights"]
+__all__ = ["blocks", "chat_template", "checked", "read_config", "tensors", "weights"]
 
 GEMMA3 = "gemma3"
 ARCHITECTURES = {
@@ -84,31 +86,47 @@ def weights(path: str | Path) -> Iterator[tuple[str, TensorInfo]]:
     yield from _weights(path, read_header(path))
 
 
-def tensors(path: str | Path) -> Iterator[tuple[str, "Tensor"]]:
-    """Hugging Face names and weights, dequantised to float32 one at a time. ValueError for an unsupported type."""
+def tensors(path: str | Path, without: Collection[str] = ()) -> Iterator[tuple[str, "Tensor"]]:
+    """Hugging Face names and weights, but for those `without` which it goes, dequantised to float32 one at a time.
+    ValueError for an unsupported type."""
     import torch  # only here, since reading a configuration does not need it
 
     header = read_header(path)
     config = read_config(path)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    if config["model_type"] != "llama":
-        heads = {}  # only the rows of Llama are permuted
+    heads = _permuted_heads(config)
     found = list(_weights(path, header))
     data = np.memmap(path, mode="r", dtype=np.uint8)
     for name, info in found:
+        if name in without:
+            continue
         raw = data[info.start : info.start + info.num_bytes].reshape(math.prod(info.shape[:-1]), -1)
         # errstate: a damaged file may hold infinities
         with np.errstate(all="ignore"):
             values = dequantize(raw, info.kind).reshape(info.shape)
         if (count := heads.get(info.name.split(".")[-2])) is not None:
-            if info.shape[0] % (2 * count):
-                raise ValueError(
-                    f"{path}: tensor {info.name!r} is {list(info.shape)}, no pairs of rows in {count} heads"
-                )
-            values = _unpermuted(values, count)
+            values = _unpermuted(path, info, values, count)
         if config["model_type"] == "gemma3_text" and "norm" in info.name:
             values = values - 1  # llama.cpp stores what the norm multiplies by, Hugging Face what it adds to 1
         yield name, torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: torch wants memory of its own
+
+
+def blocks(path: str | Path) -> Iterator[tuple[str, "StoredBlocks"]]:
+    """Hugging Face names and weights of the matrices whose blocks can be kept as they are, mapped and not yet read."""
+    import torch
+
+    from skipdecode.backends.block_quantization import BLOCK, NUM_BYTES, BlockRows, StoredBlocks
+
+    header, data = read_header(path), torch.from_numpy(np.memmap(path, mode="c", dtype=np.uint8))
+    heads = _permuted_heads(read_config(path))
+    for name, info in list(_weights(path, header)):
+        if info.kind.name not in NUM_BYTES or len(info.shape) != 2 or not name.endswith(".weight"):
+            continue
+        rows, inputs = info.shape
+        raw = data[info.start : info.start + info.num_bytes].view(rows, inputs // BLOCK, -1)
+        order = None
+        if (count := heads.get(info.name.split(".")[-2])) is not None:
+            order = torch.from_numpy(_unpermuted(path, info, np.arange(rows), count))
+        yield name, StoredBlocks(info.kind.name, [BlockRows(raw, order, f"{path}: tensor {info.name!r}")])
 
 
 def chat_template(path: str | Path) -> str | None:
@@ -135,11 +153,19 @@ def _weights(path: str | Path, header: Header) -> Iterator[tuple[str, TensorInfo
         yield f"{name}.{kind}", info
 
 
-def _unpermuted(values: np.ndarray, num_heads: int) -> np.ndarray:
+def _permuted_heads(config: Mapping[str, Any]) -> Mapping[str, int]:
+    """The heads of the tensors whose rows are permuted, which only those of Llama are."""
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    return heads if config["model_type"] == "llama" else {}
+
+
+def _unpermuted(path: str | Path, info: TensorInfo, values: np.ndarray, num_heads: int) -> np.ndarray:
     """The rows of each head in the order of Hugging Face, where rotated pairs are half a head apart.
 
-    llama.cpp stores the two rows of a pair next to each other.
+    llama.cpp stores the two rows of a pair next to each other. ValueError where there are no pairs.
     """
+    if len(values) % (2 * num_heads):
+        raise ValueError(f"{path}: tensor {info.name!r} is {list(info.shape)}, no pairs of rows in {num_heads} heads")
     pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 

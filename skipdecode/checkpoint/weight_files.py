@@ -7,7 +7,7 @@ taken for it.
 import json
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from skipdecode.backends.block_quantization import StoredBlocks
 from skipdecode.checkpoint.hub import why_unreadable
 
 SHARD_SUFFIXES = (".safetensors", ".bin")
@@ -51,12 +52,17 @@ class WeightFile:
         """By name, without reading the tensors."""
         raise NotImplementedError
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, one in memory at a time where the format allows it."""
+    def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, but for those `without` which it goes, one in memory at a time where the format allows
+        it."""
         raise NotImplementedError
 
     def tensor(self, name: str) -> Tensor:
         return next(tensor for own, tensor in self.tensors() if own == name)
+
+    def blocks(self) -> dict[str, StoredBlocks]:
+        """By name, the matrices whose blocks can be kept as they are (`model.quantization: int4`)."""
+        return {}
 
 
 class _Safetensors(WeightFile):
@@ -66,10 +72,11 @@ class _Safetensors(WeightFile):
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
             return {name: StoredTensor.of(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         with self._open() as file:
             for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+                if name not in without:
+                    yield name, file.get_tensor(name)
 
     def tensor(self, name: str) -> Tensor:
         with self._open() as file:
@@ -108,8 +115,8 @@ class _Bin(WeightFile):
             for name, value in self._state.items()
         }
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._state.items()
+    def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, tensor) for name, tensor in self._state.items() if name not in without)
         del self._state
 
     def tensor(self, name: str) -> Tensor:
@@ -126,10 +133,15 @@ class _Gguf(WeightFile):
             for name, info in gguf_file.weights(self.path)
         }
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         from skipdecode.checkpoint import gguf_file
 
-        yield from gguf_file.tensors(self.path)
+        yield from gguf_file.tensors(self.path, without)
+
+    def blocks(self) -> dict[str, StoredBlocks]:
+        from skipdecode.checkpoint import gguf_file
+
+        return dict(gguf_file.blocks(self.path))
 
 
 def open_weights(folder: Path) -> list[WeightFile]:

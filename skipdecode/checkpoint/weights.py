@@ -16,20 +16,26 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from skipdecode.backends.block_quantization import StoredBlocks
 from skipdecode.checkpoint.hub import resolve_source
 from skipdecode.checkpoint.lora_adapter import KEY as ADAPTER_KEY
 from skipdecode.checkpoint.lora_adapter import Adapter, open_adapter, resolve_adapter
 from skipdecode.checkpoint.model_config import config_remarks, read_config
 from skipdecode.checkpoint.weight_files import StoredTensor, WeightFile, open_weights
-from skipdecode.config.model import DecoderConfig, WantedImplementation
+from skipdecode.config.model import DecoderConfig, Quantization, WantedImplementation
 from skipdecode.config.wrapped import WrappedConfig
 from skipdecode.model.decoder import Decoder
 from skipdecode.model.devices import dtype_name
+from skipdecode.model.linear import Linear
 from skipdecode.model.pipeline_parallel import deal
 from skipdecode.model.swiftkv import hf_parts as swiftkv_parts
 from skipdecode.schedules.trained import read_schedules
 
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+ADAPTER_NEEDS_VALUES = (
+    "the file has its weights in blocks, which model.quantization=int4 keeps and no adapter can be merged "
+    "into; take the original checkpoint, or model.quantization=null or int8, which read the file's values"
+)
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
 QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale\w*|SCB|weight\.(absmax|quant_map|quant_state).*)$")
 """Names of GPTQ, AWQ, compressed-tensors and bitsandbytes."""
@@ -71,12 +77,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (),
     implementation: WantedImplementation = "auto",
+    quantization: Quantization | None = None,
 ) -> Decoder:
     """Loads the model of a Hugging Face folder or hub id, in eval mode; ValueError names what does not fit.
 
     `adapter`: the folder of a LoRA adapter, which is merged in float32 before the weights become `dtype`. `devices`:
     two or more that the layers are spread over (`skipdecode.model.pipeline_parallel`), instead of `device`.
-    `implementation`: as in `read_config`.
+    `implementation`: as in `read_config`. `quantization`: int4 keeps the blocks of a GGUF file where there are kernels
+    for them, and the model is then only for `Decoder.pack` with the same.
     """
     folder = resolve_source(str(source))
     config = read_config(folder, implementation)
@@ -95,17 +103,33 @@ def load_model(
     model = match.model
     lora = None if adapter is None else adapter_of(adapter, model)
     model.placement = placement = deal(config.num_hidden_layers, devices) if len(devices) > 1 else None
+    kept = keep_blocks(match) if quantization == "int4" else {}
+    if kept and adapter is not None:
+        raise ValueError(f"adapter: {ADAPTER_NEEDS_VALUES}")
+    unread = {name for name in kept if name != EMBEDDING}  # which is looked up by token
     state = {
-        name: torch.empty(p.shape, dtype=dtype, device=device if placement is None else placement.of_weight(name))
+        name: torch.empty(
+            p.shape,
+            dtype=dtype,
+            device="meta" if name in unread else placement.of_weight(name) if placement else device,
+        )
         for name, p in model.named_parameters()
     }
+    without = {theirs for theirs, part in match.parts.items() if part.name in unread}
     for file in match.files:
-        for theirs, tensor in file.tensors():
+        for theirs, tensor in file.tensors(without):
             if (part := match.parts.get(theirs)) is not None:
                 target = state[part.name][part.rows]
                 target.copy_(_folded(tensor if lora is None else lora.merged(part.module, tensor), *part.fold))
                 _refuse_not_finite(file.path, theirs, tensor, target)
     model.load_state_dict(state, assign=True)
+    for name, blocks in kept.items():
+        if name in (EMBEDDING, HEAD):
+            model.head_blocks = blocks
+        else:
+            linear = model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(linear, Linear), name
+            linear.blocks = blocks
     return model.eval().requires_grad_(False)
 
 
@@ -234,6 +258,33 @@ def match_files(folder: Path, config: DecoderConfig) -> FileMatch:
             f"config.json is {config.num_hidden_layers}"
         )
     return FileMatch(model, files, parts, remarks)
+
+
+def keep_blocks(match: FileMatch) -> dict[str, StoredBlocks]:
+    """Of our parameters, the products of layers and the LM head whose tensors all are blocks of one kind."""
+    found = {name: blocks for file in match.files for name, blocks in file.blocks().items()}
+    config, parts = match.model.config, dict[str, list[StoredBlocks | None]]()
+    for theirs, part in sorted(match.parts.items(), key=lambda item: item[1].rows.start or 0):
+        parts.setdefault(part.name, []).append(found.get(theirs) if part.fold == (1.0, 0.0) else None)
+    head = EMBEDDING if config.has_tied_head else HEAD
+    linears = {f"{name}.weight" for name, module in match.model.named_modules() if isinstance(module, Linear)}
+    kept = {}
+    for name in [name for name in parts if name == head or name in linears]:
+        kinds = {None if one is None else one.kind for one in parts[name]}
+        if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+            kept[name] = StoredBlocks(kind, [rows for one in parts[name] if one is not None for rows in one.parts])
+    return kept
+
+
+def check_blocks(folder: Path, config: DecoderConfig) -> bool:
+    """Whether some of the products have blocks that `keep_blocks` finds. Reads these; ValueError names a tensor that
+    holds NaN or infinity."""
+    if isinstance(config, WrappedConfig):
+        return False
+    kept = keep_blocks(match_files(folder, config))
+    for blocks in kept.values():
+        blocks.check()
+    return bool(kept)
 
 
 def _match(folder: Path, model: Decoder, names: Mapping[str, str]) -> tuple[dict[str, Part], set[int]]:

@@ -15,9 +15,13 @@ from skipdecode.config.rope import Rope
 MAX_LOGPROBS = 20  # most likely tokens reported for each position
 KVCacheDtype = Literal["auto", "fp8"]
 """The type of keys and values: that of hidden states, or 8 bits."""
-Quantization = Literal["int8", "fp8"]
-WEIGHT_BYTES: dict[Quantization, int] = {"int8": 1, "fp8": 1}
-"""Bytes per weight while decoding. Both have one scale per output channel; the embedding is not quantised."""
+Quantization = Literal["int8", "fp8", "int4"]
+WEIGHT_BYTES: dict[Quantization, float] = {"int8": 1, "fp8": 1, "int4": 18 / 32}
+"""Bytes per weight while decoding. Those of 8 bits have one scale per output channel, those of 4 bits one per block of
+32 inputs, beside a head of HEAD_BYTES; the embedding is not quantised."""
+HEAD_BYTES = 34 / 32
+"""Bytes per weight of the LM head beside weights of 4 bits."""
+ON_CPUS: tuple[Quantization, ...] = ("int8", "int4")
 
 OWN_KEYS = ("skip_decode", "trained_schedules", "ffn_skip", "drafts", "swiftkv")
 """Keys of config.json that transformers does not know: what training and calibration have found."""

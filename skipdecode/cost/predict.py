@@ -37,13 +37,13 @@ PROMPT_ROWS = 32
 class Workload:
     num_prompt_tokens: int = 256
     new_tokens: int = 512
-    weight_itemsize: int | None = None
+    weight_itemsize: float | None = None
     """Bytes of a weight of the layers and the head, where they differ from those of a number (fp8)."""
     kv_itemsize: int | None = None
     """Likewise of keys and values in the cache."""
 
     @property
-    def sizes(self) -> dict[str, int | None]:
+    def sizes(self) -> dict[str, float | None]:
         return {"itemsize": ITEMSIZE, "weight_itemsize": self.weight_itemsize, "kv_itemsize": self.kv_itemsize}
 
 
@@ -102,7 +102,7 @@ def rows_that_fit(
     if work.weight_itemsize is not None:  # the embedding stays as it is, also where the head has its weights
         embedding = config.vocab_size * config.embed_dim
         weights += (itemsize - (0 if config.has_tied_head else work.weight_itemsize)) * embedding
-    room = int(share * memory_bytes) * num_gpus - weights
+    room = int(share * memory_bytes) * num_gpus - int(weights)
     price = per_row + row_rounding(config, kv_itemsize)
     return rows_within(max(0, room), price, num_gpus=num_gpus, has_graphs=num_gpus == 1)
 

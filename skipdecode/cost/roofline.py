@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skipdecode.config.model import DecoderConfig
+from skipdecode.config.model import HEAD_BYTES, DecoderConfig
 from skipdecode.schedules.layer_plan import LayerPlan
 from skipdecode.schedules.schedule import Schedule, kv_capacities, kv_owner_of_layers, steps_per_layer
 
@@ -94,18 +94,18 @@ def attention_cost(
     new_columns: int,
     context: int,
     itemsize: int,
-    weight_itemsize: int | None = None,
+    weight_itemsize: float | None = None,
     kv_itemsize: int | None = None,
     kv_columns: int | None = None,
     columns_read_once: float = 0.0,
 ) -> Cost:
     """One attention block for `new_columns` columns of `rows` rows that see `context` columns (FLOPs, bytes moved).
 
-    `weight_itemsize`, here and below: bytes of a weight where they differ from `itemsize` (int8, fp8). `kv_itemsize`:
-    likewise of keys and values in the cache (fp8). `kv_columns`: the columns for which keys and values are projected,
-    where they are not `new_columns`: all columns of a prompt of which only the last goes on, or 0 where SwiftKV has
-    made them already. `columns_read_once`: columns that are not read from memory because another row shares them
-    (`skipdecode.engine.prefix_sharing`).
+    `weight_itemsize`, here and below: bytes of a weight where they differ from `itemsize` (int8, fp8, int4).
+    `kv_itemsize`: likewise of keys and values in the cache (fp8). `kv_columns`: the columns for which keys and values
+    are projected, where they are not `new_columns`: all columns of a prompt of which only the last goes on, or 0 where
+    SwiftKV has made them already. `columns_read_once`: columns that are not read from memory because another row shares
+    them (`skipdecode.engine.prefix_sharing`).
     """
     d, q, kv = config.hidden_size, config.q_dim, config.kv_dim
     tokens, kv_tokens = rows * new_columns, rows * (new_columns if kv_columns is None else kv_columns)
@@ -118,7 +118,7 @@ def attention_cost(
 
 
 def shared_kv_cost(
-    config: DecoderConfig, plan: LayerPlan, *, tokens: int, itemsize: int, weight_itemsize: int | None = None
+    config: DecoderConfig, plan: LayerPlan, *, tokens: int, itemsize: int, weight_itemsize: float | None = None
 ) -> Cost:
     """SwiftKV's norm and its projections to the K and V of every group of layers of which `plan` runs one."""
     assert config.swiftkv is not None
@@ -128,20 +128,21 @@ def shared_kv_cost(
     return Cost(4.0 * tokens * groups * d * kv, moved, 4)
 
 
-def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsize: int | None = None) -> Cost:
+def ffn_cost(config: DecoderConfig, *, tokens: int, itemsize: int, weight_itemsize: float | None = None) -> Cost:
     weights = (3 if config.is_gated else 2) * config.hidden_size * config.ffn_dim
     moved = (weight_itemsize or itemsize) * weights + itemsize * tokens * (4 * config.hidden_size + 2 * config.ffn_dim)
     return Cost(2.0 * tokens * weights, moved, FFN_CALLS)
 
 
 def head_cost(
-    config: DecoderConfig, *, rows: int, itemsize: int, weight_itemsize: int | None = None, outputs: int | None = None
+    config: DecoderConfig, *, rows: int, itemsize: int, weight_itemsize: float | None = None, outputs: int | None = None
 ) -> Cost:
     """The LM head and the choice of a token. Logits are written and read, though a kernel for greedy tokens does
     without. `outputs`: tokens to choose from; None: the whole vocabulary."""
     outputs = outputs or config.vocab_size
     weights = outputs * config.embed_dim
-    moved = (weight_itemsize or itemsize) * weights + 8.0 * rows * outputs
+    head_itemsize = itemsize if weight_itemsize is None else weight_itemsize if weight_itemsize >= 1 else HEAD_BYTES
+    moved = head_itemsize * weights + 8.0 * rows * outputs
     return Cost(2.0 * rows * weights, moved, STEP_CALLS)
 
 
@@ -153,7 +154,7 @@ def plan_parts(
     new_columns: int,
     context: int,
     itemsize: int,
-    weight_itemsize: int | None = None,
+    weight_itemsize: float | None = None,
     kv_itemsize: int | None = None,
     deferred_ffn_rows: Sequence[int] | None = None,
     columns_read_once: float = 0.0,
@@ -193,7 +194,7 @@ def predict_s(
     batch: BatchShape,
     *,
     itemsize: int,
-    weight_itemsize: int | None = None,
+    weight_itemsize: float | None = None,
     kv_itemsize: int | None = None,
     in_graphs: bool = False,
 ) -> tuple[float, float]:

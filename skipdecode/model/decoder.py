@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends.backend import FusedLayer, PackedWeight
+from skipdecode.backends.block_quantization import StoredBlocks
 from skipdecode.backends.device import backend_on, check_kernels
 from skipdecode.backends.fp8 import FP8
 from skipdecode.backends.rope import RotaryTables, rotary_tables
@@ -25,7 +26,7 @@ from skipdecode.model.ffn_executor import ALL_ROWS, FFNExecutor
 from skipdecode.model.kv_scales import scale_keys_and_values, why_no_scales
 from skipdecode.model.layer import Layer, make_norm
 from skipdecode.model.layer_loop import run_layers, run_placed
-from skipdecode.model.linear import Linear, pack, product
+from skipdecode.model.linear import Linear, pack_head, product
 from skipdecode.model.pipeline_parallel import Placement, in_phases
 from skipdecode.model.sampler import argmax, mask
 from skipdecode.model.swiftkv import SwiftKV
@@ -55,6 +56,8 @@ class Decoder(nn.Module):
         self.swiftkv = SwiftKV(config) if has_shared else None
         self.placement: Placement | None = None
         """The device of each layer, if they are on several."""
+        self.head_blocks: StoredBlocks | None = None
+        """What a file has of the LM head's weight, until it is packed as int4 (`Linear.blocks`)."""
         self.packed_head: PackedWeight | None = None
         """The LM head's weight in the layout of the back end; None if it is not packed."""
         self._rotations: dict[torch.device, RotaryTables] = {}
@@ -83,7 +86,10 @@ class Decoder(nn.Module):
         backend.check(self.head_weight, quantization)  # check everything before packing anything
         for linear in linears:
             backend.check(linear.weight, quantization, is_gated=linear.is_gated)
-        self.packed_head = pack(self.head_weight, quantization)
+        has_blocks = self.head_blocks is not None or any(linear.blocks is not None for linear in linears)
+        assert quantization == "int4" or not has_blocks, "loaded to be packed as int4"
+        self.packed_head = pack_head(self.head_weight, quantization, self.head_blocks)
+        self.head_blocks = None
         if self.lm_head is not None and self.packed_head is not None:
             self.lm_head.register_parameter("weight", None)
         for linear in linears:
@@ -172,7 +178,7 @@ class Decoder(nn.Module):
         return [layer.kernel for layer in self.layers]
 
     @property
-    def weight_itemsize(self) -> int:
+    def weight_itemsize(self) -> float:
         """Bytes per weight that a matrix product reads."""
         return self.dtype.itemsize if self.quantization is None else WEIGHT_BYTES[self.quantization]
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipdecode.backends.backend import GATED, TORCH, Activation, Backend, PackedWeight, Product, activate
+from skipdecode.backends.block_quantization import StoredBlocks, quantize
 from skipdecode.backends.device import backend_on
 from skipdecode.config.model import Quantization
 
@@ -36,6 +37,8 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.is_gated = is_gated
+        self.blocks: StoredBlocks | None = None
+        """What a file has of the weight, whose own values are then on the meta device until it is packed as int4."""
         self.lora: nn.Module | None = None
         """A LoRA adapter in training (`skipdecode.training.lora`)."""
 
@@ -51,8 +54,9 @@ class Linear(nn.Linear):
     def pack(self, quantization: Quantization | None = None) -> None:
         """Replaces `weight` by a packed one if the back end packs it on this device and in this dtype."""
         assert self.lora is None, "a layer with an adapter in training cannot be packed"
-        self.backend = backend_on(self.weight.device)
-        self.packed = self.backend.pack(self.weight, quantization, is_gated=self.is_gated)
+        self.backend = _backend_of(self.weight, self.blocks)
+        self.packed = self.backend.pack(self.weight, quantization, is_gated=self.is_gated, blocks=self.blocks)
+        self.blocks = None
         if self.packed is None:
             return
         self.register_parameter("weight", None)
@@ -64,9 +68,24 @@ class Linear(nn.Linear):
         return product(self.packed, self.bias)
 
 
-def pack(weight: Tensor, quantization: Quantization | None = None, *, is_gated: bool = False) -> PackedWeight | None:
-    """A weight [out, in] packed as `Linear.pack` does it; None if the back end does not pack it."""
-    return backend_on(weight.device).pack(weight, quantization, is_gated=is_gated)
+def pack_head(
+    weight: Tensor, quantization: Quantization | None = None, blocks: StoredBlocks | None = None
+) -> PackedWeight | None:
+    """The weight [V, E] of an LM head packed as `Linear.pack` does it; None if the back end does not pack it
+    (`Backend.pack`). `blocks`: what a file has of it."""
+    backend = _backend_of(weight, blocks)
+    backend.check(weight, quantization)
+    return backend.pack(weight, quantization, blocks=blocks or head_blocks(weight, quantization))
+
+
+def head_blocks(weight: Tensor, quantization: Quantization | None) -> StoredBlocks | None:
+    """What int4 makes of an LM head, which keeps 8 bits; None for other quantizations."""
+    return quantize(weight.detach(), "Q8_0") if quantization == "int4" else None
+
+
+def _backend_of(weight: Tensor, blocks: StoredBlocks | None) -> Backend:
+    """Blocks are read by the CPU, wherever the weight that they replace would be."""
+    return backend_on(weight.device if blocks is None else torch.device("cpu"))
 
 
 def product(packed: PackedWeight | None, bias: Tensor | None) -> Product | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from skipdecode.backends.backend import PackedWeight
 from skipdecode.backends.pinned_copy import to_device
 from skipdecode.model.decoder import Decoder
-from skipdecode.model.linear import pack
+from skipdecode.model.linear import pack_head
 from skipdecode.model.sampler import argmax
 
 SHARE = 1 / 4  # of the vocabulary at most: with more of it there is little to gain
@@ -46,7 +46,7 @@ class DraftHead:
         """Copies the rows of a model that `has_unpacked_head`."""
         ids = to_device(sorted(tokens), model.device)
         rows = model.head_weight.detach()[ids]
-        packed = pack(rows, model.quantization)
+        packed = pack_head(rows, model.quantization)
         return cls(ids, rows if packed is None else packed)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class LatencyModel:
         self,
         config: DecoderConfig,
         itemsize: int,
-        weight_itemsize: int | None = None,
+        weight_itemsize: float | None = None,
         ceilings: Ceilings | None = None,
         *,
         kv_itemsize: int | None = None,
@@ -44,7 +44,8 @@ class LatencyModel:
         """`ceilings`: those of this machine, on which passes are timed; None: predict by `reference`, without a
         clock."""
         self.config, self.is_timed = config, ceilings is not None
-        self._sizes, self._kv_itemsize = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}, kv_itemsize
+        self._sizes: dict[str, float | None] = {"itemsize": itemsize, "weight_itemsize": weight_itemsize}
+        self._kv_itemsize = kv_itemsize
         self._ceilings = ceilings or reference
         self._ratios: dict[tuple[PassKind, int], deque[float]] = {}
         self._cached = lru_cache(maxsize=4096)(self._seconds)

@@ -202,10 +202,10 @@ def test_generate_refuses_models_that_cannot_run(
 
 def test_int8_needs_widths_that_its_kernels_take(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Those of transformers' linear layers."""
-    check_quantization("int8", read_config(folder_of("gemma2")), "bfloat16", "cpu", no_int8=None)
+    check_quantization("int8", read_config(folder_of("gemma2")), "bfloat16", "cpu", lacking=None)
     save("gemma2", tmp_path, intermediate_size=80)
     with pytest.raises(ConfigError, match=r"model.quantization: down_proj 80 of this model is .*; null takes it"):
-        check_quantization("int8", read_config(tmp_path), "bfloat16", "cpu", no_int8=None)
+        check_quantization("int8", read_config(tmp_path), "bfloat16", "cpu", lacking=None)
 
 
 def test_other_verbs_refuse_it(

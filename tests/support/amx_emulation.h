@@ -14,6 +14,7 @@ namespace amx_emulation {
 
 struct Tile {
   uint8_t bytes[16][64];
+  int rows, width;
 };
 
 inline thread_local Tile tiles[8];
@@ -29,9 +30,9 @@ inline void configure(const void* config) {
   for (int i = 0; i < 8; ++i) {
     uint16_t width;
     std::memcpy(&width, at + 16 + 2 * i, 2);
-    check(width == 64 && at[48 + i] == 16);  // the only shape the kernels use
+    check(width <= 64 && width % 4 == 0 && at[48 + i] <= 16);
+    tiles[i] = {{}, at[48 + i], width};
   }
-  std::memset(tiles, 0, sizeof(tiles));
   is_configured = true;
 }
 
@@ -39,19 +40,19 @@ inline void release() { is_configured = false; }
 
 inline void zero(int tile) {
   check(is_configured);
-  std::memset(&tiles[tile], 0, sizeof(Tile));
+  std::memset(tiles[tile].bytes, 0, sizeof(tiles[tile].bytes));
 }
 
 inline void load(int tile, const void* base, int64_t stride) {
-  check(is_configured);
-  for (int row = 0; row < 16; ++row)
-    std::memcpy(tiles[tile].bytes[row], static_cast<const uint8_t*>(base) + row * stride, 64);
+  zero(tile);
+  for (int row = 0; row < tiles[tile].rows; ++row)
+    std::memcpy(tiles[tile].bytes[row], static_cast<const uint8_t*>(base) + row * stride, tiles[tile].width);
 }
 
 inline void store(int tile, void* base, int64_t stride) {
   check(is_configured);
-  for (int row = 0; row < 16; ++row)
-    std::memcpy(static_cast<uint8_t*>(base) + row * stride, tiles[tile].bytes[row], 64);
+  for (int row = 0; row < tiles[tile].rows; ++row)
+    std::memcpy(static_cast<uint8_t*>(base) + row * stride, tiles[tile].bytes[row], tiles[tile].width);
 }
 
 inline float widened(const uint8_t* bytes) {
@@ -80,9 +81,9 @@ inline void multiply_bfloat16(int sums, int a, int b) {
 // sums[m][n] += the four byte products of a[m][4k..] and b[k][4n..]
 template <typename A>
 inline void multiply_bytes(int sums, int a, int b) {
-  check(is_configured);
+  check(is_configured && tiles[a].width == 4 * tiles[b].rows && tiles[sums].rows == tiles[a].rows);
   for (int m = 0; m < 16; ++m)
-    for (int k = 0; k < 16; ++k)
+    for (int k = 0; k < tiles[b].rows; ++k)
       for (int n = 0; n < 16; ++n) {
         int32_t sum;
         std::memcpy(&sum, &tiles[sums].bytes[m][4 * n], 4);

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from skipdecode.backends import choice
 from skipdecode.backends.backend import KVRange, PackedPrompts
+from skipdecode.backends.block_quantization import dequantize, quantize
 from skipdecode.backends.cpu_layers import LayerKernel, Step
 from skipdecode.config.model import Quantization
 
@@ -28,6 +29,7 @@ PRODUCTS = [
 HAS_INT8 = HAS_BFLOAT16 and "avx512_vnni" in choice.cpu_flags()
 INT8 = [name for name in NAMES if name == "amx" or (name == "avx512" and HAS_INT8)]
 KINDS = [(name, dtype, None) for name, dtype in PRODUCTS] + [(name, torch.bfloat16, "int8") for name in INT8]
+INT4 = [(name, dtype, "int4") for name, dtype in PRODUCTS]
 Kind = tuple[torch.dtype, Quantization | None]
 DTYPES = [torch.float32, torch.bfloat16]
 # Of the largest output: float32 sums in another order; bfloat16's last bit is 2^-8, and torch rounds its weights too.
@@ -55,6 +57,14 @@ def nearest_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scales.double()
 
 
+def nearest(weight: Tensor, quantization: Quantization, *, is_head: bool = False) -> Tensor:
+    """What a weight is after it has been quantised, in its own type."""
+    if quantization == "int4":
+        return dequantize(quantize(weight, "Q8_0" if is_head else "Q4_0")).to(weight.dtype)
+    numbers, scales = nearest_int8(weight)
+    return (numbers * scales).to(weight.dtype)
+
+
 @contextmanager
 def forced(name: str) -> Iterator[choice.Choice]:
     """The process decodes by this back end; skips where there is no compiler."""
@@ -79,9 +89,10 @@ def num_threads(count: int) -> Iterator[None]:
 
 
 def _name_of(one: tuple[Any, ...]) -> str:
-    """`avx512-bfloat16`, `avx512-int8`, ..."""
+    """`avx512-bfloat16`, `avx512-int8`, `avx2-int4-float32`, ..."""
     name, dtype, *quantization = one
-    return f"{name}-{(*quantization, None)[0] or str(dtype).removeprefix('torch.')}"
+    asked, of = (*quantization, None)[0], str(dtype).removeprefix("torch.")
+    return f"{name}-{of}" if asked is None else f"{name}-int8" if asked == "int8" else f"{name}-{asked}-{of}"
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
@@ -119,6 +130,13 @@ def product_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 
 @pytest.fixture(scope="module", params=params_of(KINDS))
+def precise_kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantization | None]]:
+    """Those of `kind` whose layers are near those of float32: without int4, which rounds inputs to 8 bits."""
+    with forced(request.param[0]):
+        yield request.param[1:]
+
+
+@pytest.fixture(scope="module", params=params_of([*KINDS, *INT4]))
 def kind(request: pytest.FixtureRequest) -> Iterator[tuple[torch.dtype, Quantization | None]]:
     """Each type and quantization that some back end has kernels for, by that back end."""
     with forced(request.param[0]):

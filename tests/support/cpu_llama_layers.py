@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from skipdecode.backends import cpu_weights
 from skipdecode.backends.backend import LayerNorms, LayerShape
+from skipdecode.backends.cpu_backend import CPU
 from skipdecode.backends.cpu_layers import LayerKernel, Product
 from skipdecode.config.model import Quantization
-from skipdecode.model.linear import pack, product
+from skipdecode.model.linear import product
 
 EPSILON = 1e-5
 POSITIONS = 80
@@ -97,7 +98,7 @@ class LlamaLayer:
         bias = self.biases.get(name)
         if bias is not None and gated:
             bias = cpu_weights.interleave(bias)
-        packed = pack(self.weights[name][:rows], self.quantization, is_gated=gated)
+        packed = CPU.pack(self.weights[name][:rows], self.quantization, is_gated=gated)
         made = product(packed, bias if bias is None else bias[:rows])
         assert made is not None
         return made

@@ -33,7 +33,10 @@ struct Int8Weight {
   const int32_t* totals;   // [outputs], padded likewise: the sum of each output's integers
   const bfloat16* bias;
 
+  using Number = bfloat16;
+
   int64_t steps() const { return (inputs + 63) / 64; }
+  int64_t group_bytes() const { return steps() * LINES; }  // of 16 quantised rows
 };
 
 inline void store_split(__m512 low, __m512 high, __m512 scale, uint8_t* to) {
@@ -45,9 +48,9 @@ inline void store_split(__m512 low, __m512 high, __m512 scale, uint8_t* to) {
   _mm256_store_si256(reinterpret_cast<__m256i*>(to + 64 * Bytes::LOW), _mm512_cvtepi16_epi8(quantized));
 }
 
-// Quantises row `row` of x [inputs], a multiple of 32. The scale of a row with NaN or infinities is NaN.
-inline void quantize_row(int64_t row, int64_t inputs, const bfloat16* x, QuantizedRows to) {
-  const int64_t steps = (inputs + 63) / 64;
+// Quantises row `row` of x, whose inputs are a multiple of 32. The scale of a row with NaN or infinities is NaN.
+inline void quantize_row(int64_t row, const Int8Weight& w, const bfloat16* x, QuantizedRows to) {
+  const int64_t inputs = w.inputs, steps = w.steps();
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
   __m512i top = _mm512_setzero_si512();  // without their signs, bfloat16 are ordered as integers
   for (int64_t i = 0; i < inputs; i += 32)
@@ -90,7 +93,7 @@ inline void to_numbers(const int32_t* sums, const float* row_scales, int64_t row
 // no barrier at the end. `finish(numbers, first row, rows, block of outputs)` is called with the results of some rows and
 // 32 outputs.
 template <typename Finish>
-void multiply_int8(Team team, int64_t rows, QuantizedRows x, const Int8Weight& w, Finish finish) {
+void multiply_rows(Team team, int64_t rows, QuantizedRows x, const Int8Weight& w, Finish finish) {
   const int64_t steps = w.steps(), blocks = (w.outputs + 31) / 32, groups = (rows + 15) / 16;
   const int64_t fit = GROUPS_BYTES / (steps * LINES), at_once = fit > GROUPS ? GROUPS : fit < 1 ? 1 : fit;
 #if defined(BACKEND_AVX512) && defined(IS_AMD)
@@ -128,15 +131,6 @@ void multiply_int8(Team team, int64_t rows, QuantizedRows x, const Int8Weight& w
       }
     });
   }
-}
-
-// `multiply_int8` with a bias and what follows.
-template <Epilogue EPILOGUE>
-void of_quantized(Team team, int64_t rows, QuantizedRows x, const Int8Weight& w, const bfloat16* residual, bfloat16* y,
-              Layout layout) {
-  multiply_int8(team, rows, x, w, [&](const float* numbers, int64_t row, int count, int64_t block) {
-    finish<EPILOGUE>(numbers, row, count, block, w.outputs, w.bias, residual, y, layout);
-  });
 }
 
 }  // namespace cpu

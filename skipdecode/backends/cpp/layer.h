@@ -3,12 +3,13 @@
 #pragma once
 
 #include "attention.h"
+#include "blocks.h"
 #include "gemm.h"
 #include "int8.h"
 
 namespace cpu {
 
-// T is float or bfloat16, the type of everything but int8 weights.
+// T is float or bfloat16, the type of everything but quantised weights.
 struct Norm {
   const void *weight, *bias;  // null: 1 and 0
   int64_t is_rms;             // RMS norm: no mean and no bias
@@ -16,10 +17,18 @@ struct Norm {
 
 struct Product {
   int64_t outputs, inputs;
-  const void* weight;     // packed; of type T unless int8
+  const void* weight;     // packed; of type T unless quantised
   const float* scales;    // null unless int8
   const int32_t* totals;  // only int8
   const void* bias;       // null: none
+  int64_t format;         // a `BlockFormat`
+
+  bool is_quantized() const { return scales || format; }
+
+  template <typename T>
+  BlockWeight<T> blocks() const {
+    return {outputs, inputs, static_cast<const uint8_t*>(weight), int(format), static_cast<const T*>(bias)};
+  }
 
 #ifdef HAS_INT8
   Int8Weight int8() const {
@@ -44,18 +53,29 @@ struct Block {
   float epsilon() const { return float(heads.epsilon); }
 };
 
-// Quantises row `row` of x for a product with `p`, whose weight is int8.
+// Quantises row `row` of x for a product with `p`, whose weight is quantised.
 template <typename T>
 void quantize_for(int64_t row, const Product& p, const T* x, QuantizedRows to) {
+  if (p.format) return quantize_row(row, p.template blocks<T>(), x, to);
 #ifdef HAS_INT8
-  if constexpr (std::is_same<T, bfloat16>::value) quantize_row(row, p.inputs, x, to);
+  if constexpr (std::is_same<T, bfloat16>::value) quantize_row(row, p.int8(), x, to);
 #endif
 }
 
-// The product of rows of x (or of the quantised rows if the weight is int8) with `p`. few: x is in the layout `few_rows`.
+// The product of quantised rows with `w`, an `Int8Weight` or a `BlockWeight`, with its bias and what follows.
+template <Epilogue EPILOGUE, typename W>
+void of_quantized(Team team, int64_t rows, QuantizedRows x, const W& w, const typename W::Number* residual,
+                  typename W::Number* y, Layout layout) {
+  multiply_rows(team, rows, x, w, [&](const float* numbers, int64_t row, int count, int64_t block) {
+    finish<EPILOGUE>(numbers, row, count, block, w.outputs, w.bias, residual, y, layout);
+  });
+}
+
+// The product of rows of x (or of the quantised rows if the weight is quantised) with `p`. few: x is in the layout `few_rows`.
 template <Epilogue EPILOGUE, typename T>
 void of_product(Team team, bool few, int64_t rows, const Product& p, const T* x, QuantizedRows quantized,
                 const T* residual, T* y, Layout layout) {
+  if (p.format) return of_quantized<EPILOGUE>(team, rows, quantized, p.template blocks<T>(), residual, y, layout);
 #ifdef HAS_INT8
   if constexpr (std::is_same<T, bfloat16>::value)
     if (p.scales) return of_quantized<EPILOGUE>(team, rows, quantized, p.int8(), residual, y, layout);

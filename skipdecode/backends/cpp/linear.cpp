@@ -1,4 +1,4 @@
-// Linear layers with packed weights in float32, bfloat16 or int8, and the argmax of their output.
+// Linear layers with packed weights in float32, bfloat16, int8 or blocks, and the argmax of their output.
 
 #include "layer.h"
 
@@ -147,60 +147,88 @@ extern "C" int is_allowed() { return 1; }
   }
 FOR_EACH_TYPE(EXPORT)
 
-#ifdef HAS_INT8
-
 namespace {
 
 constexpr int64_t QUANTIZED_BYTES = 1 << 25;  // of quantised rows at a time
 
-template <Epilogue EPILOGUE>
-void linear_quantized(int64_t rows, const bfloat16* x, int64_t stride, const Int8Weight& w, const bfloat16* residual,
-                  bfloat16* y, int num_threads) {
-  thread_local Buffer<uint8_t> tiles_buffer;
+// Quantised rows for weights W, in memory of this thread.
+template <typename W>
+QuantizedRows quantized_for(const W& w, int64_t rows) {
+  thread_local Buffer<uint8_t> bytes_buffer;
   thread_local Buffer<float> scales_buffer;
-  const int64_t made = made_of(EPILOGUE, w.outputs);
-  const int64_t group_bytes = w.steps() * LINES, fit = (QUANTIZED_BYTES / group_bytes + 1) * 16;
+  return quantized_rows(bytes_buffer.reserve((rows + 15) / 16 * w.group_bytes()), scales_buffer.reserve(rows), rows);
+}
+
+template <Epilogue EPILOGUE, typename W, typename T>
+void linear_quantized(int64_t rows, const T* x, int64_t stride, const W& w, const T* residual, T* y, int num_threads) {
+  const int64_t made = made_of(EPILOGUE, w.outputs), fit = (QUANTIZED_BYTES / w.group_bytes() + 1) * 16;
   for (int64_t from = 0; from < rows; from += fit) {
     const int64_t count = rows - from < fit ? rows - from : fit;
-    const QuantizedRows quantized = {tiles_buffer.reserve((count + 15) / 16 * group_bytes), scales_buffer.reserve(count),
-                                     apart_of(count)};
+    const QuantizedRows quantized = quantized_for(w, count);
 #pragma omp parallel num_threads(num_threads)
     {
       const Unit unit;
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < count; ++row) quantize_row(row, w.inputs, x + (from + row) * stride, quantized);
+      for (int64_t row = 0; row < count; ++row) quantize_row(row, w, x + (from + row) * stride, quantized);
       of_quantized<EPILOGUE>({false}, count, quantized, w, residual ? residual + from * made : nullptr, y + from * made,
-                     in_lines(made));
+                             in_lines(made));
     }
   }
 }
 
+template <typename W, typename T = typename W::Number>
+void linear_quantized(int epilogue, int64_t rows, const T* x, int64_t stride, const W& w, const T* residual, T* y,
+                      int num_threads) {
+  const auto run = epilogue == RELU     ? linear_quantized<RELU, W, T>
+                   : epilogue == ADD    ? linear_quantized<ADD, W, T>
+                   : epilogue == GEGLU  ? linear_quantized<GEGLU, W, T>
+                   : epilogue == SWIGLU ? linear_quantized<SWIGLU, W, T>
+                                        : linear_quantized<NOTHING, W, T>;
+  run(rows, x, stride, w, residual, y, num_threads);
+}
+
+template <typename W, typename T = typename W::Number>
+void argmax_quantized(int64_t rows, const T* x, int64_t stride, const W& w, const uint32_t* allowed, int64_t* out,
+                      int num_threads) {
+  const QuantizedRows quantized = quantized_for(w, rows);
+  argmax_of<T>(rows, w.outputs, allowed, out, num_threads, [&](auto see) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) quantize_row(row, w, x + row * stride, quantized);
+    multiply_rows({false}, rows, quantized, w, see);
+  });
+}
+
 }  // namespace
+
+#define EXPORT_BLOCKS(NAME, T)                                                                                          \
+  extern "C" void linear_blocks_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x, int64_t stride,       \
+                                       const uint8_t* w, int64_t format, const T* bias, int epilogue,                   \
+                                       const T* residual, T* y, int num_threads) {                                      \
+    const BlockWeight<T> weight = {outputs, inputs, w, int(format), bias};                                              \
+    linear_quantized(epilogue, rows, x, stride, weight, residual, y, num_threads);                                      \
+  }                                                                                                                     \
+  extern "C" void argmax_linear_blocks_##NAME(int64_t rows, int64_t outputs, int64_t inputs, const T* x,                \
+                                              int64_t stride, const uint8_t* w, int64_t format,                         \
+                                              const uint32_t* allowed, int64_t* out, int num_threads) {                 \
+    const BlockWeight<T> weight = {outputs, inputs, w, int(format), nullptr};                                           \
+    argmax_quantized(rows, x, stride, weight, allowed, out, num_threads);                                               \
+  }
+FOR_EACH_TYPE(EXPORT_BLOCKS)
+
+#ifdef HAS_INT8
 
 extern "C" void linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const bfloat16* x, int64_t stride,
                             const int8_t* w, const float* scales, const int32_t* totals, const bfloat16* bias, int epilogue,
                             const bfloat16* residual, bfloat16* y, int num_threads) {
-  const auto run = epilogue == RELU     ? linear_quantized<RELU>
-                   : epilogue == ADD    ? linear_quantized<ADD>
-                   : epilogue == GEGLU  ? linear_quantized<GEGLU>
-                   : epilogue == SWIGLU ? linear_quantized<SWIGLU>
-                                        : linear_quantized<NOTHING>;
-  run(rows, x, stride, {outputs, inputs, w, scales, totals, bias}, residual, y, num_threads);
+  const Int8Weight weight = {outputs, inputs, w, scales, totals, bias};
+  linear_quantized(epilogue, rows, x, stride, weight, residual, y, num_threads);
 }
 
 extern "C" void argmax_linear_int8(int64_t rows, int64_t outputs, int64_t inputs, const bfloat16* x, int64_t stride,
                                    const int8_t* w, const float* scales, const int32_t* totals, const uint32_t* allowed,
                                    int64_t* out, int num_threads) {
-  thread_local Buffer<uint8_t> tiles_buffer;
-  thread_local Buffer<float> scales_buffer;
   const Int8Weight weight = {outputs, inputs, w, scales, totals, nullptr};
-  const QuantizedRows quantized = {tiles_buffer.reserve((rows + 15) / 16 * weight.steps() * LINES),
-                                   scales_buffer.reserve(rows), apart_of(rows)};
-  argmax_of<bfloat16>(rows, outputs, allowed, out, num_threads, [&](auto see) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) quantize_row(row, inputs, x + row * stride, quantized);
-    multiply_int8({false}, rows, quantized, weight, see);
-  });
+  argmax_quantized(rows, x, stride, weight, allowed, out, num_threads);
 }
 
 #endif

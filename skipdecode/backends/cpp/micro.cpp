@@ -33,4 +33,32 @@ void multiply_quantized(const uint8_t* x, int64_t apart, int count, const int8_t
 }
 #endif
 
+namespace {
+
+template <int FORMAT>
+void multiply_blocks_of(BlockRows x, int count, const uint8_t* w, const int8_t* numbers, int64_t steps, float* sums,
+                        bool fresh, const uint8_t* next, int64_t lines) {
+#ifdef BACKEND_AMX
+  if (numbers && count >= TILED_ROWS) return multiply_block_tiles<FORMAT>(x, numbers, w, steps, sums, fresh, next, lines);
+#endif
+  multiply_block_vectors<FORMAT>(x, count, w, steps, sums, fresh);
+}
+
+}  // namespace
+
+void multiply_blocks(int format, BlockRows x, int count, const uint8_t* w, const int8_t* numbers, int64_t steps, float* sums,
+                     bool fresh, const uint8_t* next, int64_t lines) {
+  const auto run = format == Q4_0   ? multiply_blocks_of<Q4_0>
+                   : format == Q4_1 ? multiply_blocks_of<Q4_1>
+                                    : multiply_blocks_of<Q8_0>;
+  run(x, count, w, numbers, steps, sums, fresh, next, lines);
+}
+
+#ifdef BACKEND_AMX
+void widen_blocks(int format, const uint8_t* w, int64_t steps, int8_t* to) {
+  const auto run = format == Q4_0 ? widen_blocks<Q4_0> : format == Q4_1 ? widen_blocks<Q4_1> : widen_blocks<Q8_0>;
+  run(w, steps, to);
+}
+#endif
+
 }  // namespace cpu

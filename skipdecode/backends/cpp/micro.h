@@ -16,6 +16,8 @@
 #error "a back end must be named"
 #endif
 
+#include "micro_blocks.h"
+
 #if defined(BACKEND_AMX) || (defined(BACKEND_AVX512) && defined(HAS_BFLOAT16) && defined(__AVX512VNNI__))
 #define HAS_INT8
 #endif
@@ -65,11 +67,13 @@ void multiply_tiles(const Row<bfloat16>* x, int64_t block, int count, const bflo
 
 constexpr int64_t LINES = 2048;  // bytes of 32 rows of x, or of 32 outputs, and 64 inputs
 
-// Quantised rows: tiles [rows / 16][steps][32][64] (`Bytes`), scales [rows].
+// Quantised rows, for int8 weights tiles [rows / 16][steps][32][64] (`Bytes`) and scales [rows]; for weights in blocks
+// records of `together` rows and 32 inputs (`BlockRows`).
 struct QuantizedRows {
   uint8_t* tiles;
   float* scales;
   int64_t apart;  // bytes from one step to the next
+  int64_t together;
 };
 
 // `QuantizedRows::apart`: fewer than 16 rows are laid out more densely, so that they do not compete for the same cache
@@ -81,6 +85,24 @@ inline int64_t apart_of(int64_t rows) {
   return rows < 16 ? 128 * rows : LINES;
 #endif
 }
+
+inline QuantizedRows quantized_rows(uint8_t* tiles, float* scales, int64_t rows) {
+#ifdef BACKEND_AMX
+  const int64_t tiled = TILED_ROWS;
+#else
+  const int64_t tiled = 16;
+#endif
+  return {tiles, scales, apart_of(rows), rows < tiled ? rows : 16};
+}
+
+// Multiplies `count` <= 16 rows by `steps` blocks of 32 outputs, and adds to `sums` [16][32] or overwrites them if
+// `fresh`. `numbers`: those of the blocks, from `widen_blocks`; null: AMX tiles are not used.
+// With these, prefetches `lines` lines of 64 bytes per step, twice, from `next` on.
+void multiply_blocks(int format, BlockRows x, int count, const uint8_t* w, const int8_t* numbers, int64_t steps, float* sums,
+                     bool fresh, const uint8_t* next, int64_t lines);
+#ifdef BACKEND_AMX
+void widen_blocks(int format, const uint8_t* w, int64_t steps, int8_t* to);
+#endif
 
 #ifdef HAS_INT8
 // How the bytes of 16 rows for 64 inputs, and likewise their sums, are laid out in 2 KiB: 32 lines of 64 bytes.

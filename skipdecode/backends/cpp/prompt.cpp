@@ -269,23 +269,23 @@ struct Scratch {
 // `made`: the largest number of elements per token that any product writes, including the attention output stored beside
 // it.
 template <typename T>
-Scratch<T> scratch_for(int64_t rows, int64_t width, int64_t made, bool is_int8) {
+Scratch<T> scratch_for(int64_t rows, int64_t width, int64_t made, bool is_quantized) {
   thread_local Buffer<T> buffer;
   thread_local Buffer<uint8_t> tiles_buffer;
   thread_local Buffer<float> scales_buffer;
   T* narrow = buffer.reserve(rows * (width + made));
   return {narrow, narrow + rows * width,
-          {is_int8 ? tiles_buffer.reserve(rows * ((std::max(width, made) + 63) / 64) * 128) : nullptr,
-           scales_buffer.reserve(rows), apart_of(rows)}};
+          quantized_rows(is_quantized ? tiles_buffer.reserve(rows * ((std::max(width, made) + 63) / 64) * 128) : nullptr,
+                         scales_buffer.reserve(rows), rows)};
 }
 
 // The layout in which a product reads its rows.
-Layout layout_for(const Product& p, int64_t rows) { return p.scales ? in_lines(p.inputs) : in_tiles(p.inputs, rows); }
+Layout layout_for(const Product& p, int64_t rows) { return p.is_quantized() ? in_lines(p.inputs) : in_tiles(p.inputs, rows); }
 
 template <Epilogue EPILOGUE, typename T>
 void multiply(Team team, int64_t rows, const Product& p, const T* x, QuantizedRows quantized, const T* residual, T* y,
               Layout layout) {
-  if (p.scales) {
+  if (p.is_quantized()) {
     team.share(rows, [&](int64_t row) { quantize_for(row, p, x + row * p.inputs, quantized); });
     team.wait();
   }
@@ -359,7 +359,7 @@ void attend_rows(Team team, const Block& block, const std::vector<Part>& parts, 
   });
   team.wait();
   const T* x = out;
-  if (!block.out.scales) {
+  if (!block.out.is_quantized()) {
     const Layout layout = layout_for(block.out, rows);
     team.share((rows + 31) / 32, [&](int64_t group) {
       to_tiles(std::min<int64_t>(32, rows - 32 * group), width / 32, x + 32 * group * width, width,
@@ -428,7 +428,7 @@ void run_prompts(const Block* block, const Prompts& prompts, T* h, int attends, 
   for (auto& flag : is_stored) flag = false;
   auto make_scratch = [&] {
     const int64_t made = std::max({block->qkv.outputs + attended, block->inner(), width});
-    return scratch_for<T>(cut.largest(), std::max(width, attended), made, block->qkv.scales != nullptr);
+    return scratch_for<T>(cut.largest(), std::max(width, attended), made, block->qkv.is_quantized());
   };
   run<T>(team, cut, num_threads, make_scratch, [&](int64_t chunk, int64_t from, int64_t to, Scratch<T> scratch) {
     T* states = h + from * width;
@@ -449,7 +449,7 @@ void run_store(const Heads& shape, const Norm* norm, int64_t layers, const Produ
   const int64_t rows = prompts.starts[prompts.count], width = products[0].inputs, made = products[0].outputs;
   const Team team = {rows >= MANY * num_threads};
   const Cut cut = cut_for(rows, team, num_threads);
-  auto make_scratch = [&] { return scratch_for<T>(cut.largest(), width, made, products[0].scales != nullptr); };
+  auto make_scratch = [&] { return scratch_for<T>(cut.largest(), width, made, products[0].is_quantized()); };
   run<T>(team, cut, num_threads, make_scratch, [&](int64_t, int64_t from, int64_t to, Scratch<T> scratch) {
     const std::vector<Part> parts = parts_of(prompts, from, to, QUERIES);
     normalise(team, to - from, norm, float(shape.epsilon), h + from * width, products[0], scratch.narrow);

@@ -30,17 +30,17 @@ enum Stage { NORMS, QKV, ATTENTION, OUT, FEED, NUM_STAGES };
 // The layout in which `p` reads its rows.
 template <typename T>
 Layout layout_for(const Product& p, int64_t rows) {
-  return p.scales ? in_lines(p.inputs) : few_rows<T>(p.inputs, rows);
+  return p.is_quantized() ? in_lines(p.inputs) : few_rows<T>(p.inputs, rows);
 }
 
-// Each thread normalises its rows, if there is a norm, and quantises them if the product that follows takes int8.
+// Each thread normalises its rows, if there is a norm, and quantises them if the weights that follow are.
 template <typename T>
 void normalise(Team team, int64_t rows, const Product& next, const Norm* norm, float epsilon, const T* x, T* y,
                QuantizedRows quantized) {
   const Layout layout = layout_for<T>(next, rows);
   team.each(rows, [&](int64_t row) {
     prepare_row(next.inputs, norm, epsilon, x + row * next.inputs, y + layout.at(row, 0), layout.block);
-    if (next.scales) quantize_for(row, next, y + layout.at(row, 0), quantized);
+    if (next.is_quantized()) quantize_for(row, next, y + layout.at(row, 0), quantized);
   });
 }
 
@@ -58,10 +58,10 @@ void add_normed(Team team, int64_t rows, int64_t width, const Norm& norm, float 
   team.each(rows, [&](int64_t row) { add_normed_row(width, norm, epsilon, x + row * width, h + row * width); });
 }
 
-// Quantises rows of x if `p` has int8 weights.
+// Quantises rows of x if `p` has quantised weights.
 template <typename T>
 void prepare(Team team, int64_t rows, const Product& p, const T* x, QuantizedRows quantized) {
-  if (!p.scales) return;
+  if (!p.is_quantized()) return;
   team.each(rows, [&](int64_t row) { quantize_for(row, p, x + row * p.inputs, quantized); });
   team.wait();
 }
@@ -87,14 +87,14 @@ struct Scratch {
       narrowest = std::max({narrowest, block.width(), block.heads.width()});
       widest = std::max({widest, block.qkv.outputs, block.inner(), block.width()});
       deepest = std::max({deepest, narrowest, block.inner()});
-      is_whole = is_whole || block.qkv.scales;
+      is_whole = is_whole || block.qkv.is_quantized();
     }
     thread_local Buffer<T> buffer;
     thread_local Buffer<uint8_t> bytes_buffer;
     thread_local Buffer<float> scales_buffer;
     narrow = buffer.reserve(filled * (narrowest + widest)), wide = narrow + filled * narrowest;
-    quantized = {is_whole ? bytes_buffer.reserve(filled * ((deepest + 63) / 64) * 128) : nullptr,
-                 scales_buffer.reserve(rows), apart_of(rows)};
+    quantized = quantized_rows(is_whole ? bytes_buffer.reserve(filled * ((deepest + 63) / 64) * 128) : nullptr,
+                               scales_buffer.reserve(rows), rows);
   }
 };
 

@@ -17,7 +17,7 @@ from skipdecode.backends.backend import PackedWeight
 from skipdecode.backends.device import backend_on
 from skipdecode.config.model import Quantization
 from skipdecode.config.wrapped import WrappedConfig
-from skipdecode.model.linear import Linear, pack
+from skipdecode.model.linear import Linear, head_blocks, pack_head
 from skipdecode.model.wrapped.fused_layers import LayerFuser
 from skipdecode.model.wrapped.hollow_model import HollowModel
 from skipdecode.model.wrapped.layer_kernels import Fused
@@ -111,16 +111,17 @@ def pack_linears(
             fused.append(fuser.fuse(number, quantization, may_pack=lambda one: id(one) in left))
             for name in fused[-1].linears:
                 own.remove(left[id(linears[name])])
-    count = sum(_pack(place, asked[place]) for place in own) + (packed_head is not None)
+    count = sum(_pack(place, asked[place], is_head=place in head) for place in own) + (packed_head is not None)
     count += sum(len(one.linears) for one in fused)
     return Packed(count, len(inner + head), packed_head, fused)
 
 
-def _pack(place: Place, quantization: Quantization | None) -> bool:
+def _pack(place: Place, quantization: Quantization | None, *, is_head: bool) -> bool:
     """Whether the back end packs it."""
     theirs = place.linear
     packed = Linear(theirs.in_features, theirs.out_features, bias=False, device=torch.device("meta"))
     packed.weight, packed.bias = theirs.weight, theirs.bias
+    packed.blocks = head_blocks(theirs.weight, quantization) if is_head else None
     packed.pack(quantization)
     if packed.packed is not None:
         setattr(place.parent, place.name, packed.eval())
@@ -128,7 +129,7 @@ def _pack(place: Place, quantization: Quantization | None) -> bool:
 
 
 def _take_out(head: Place, quantization: Quantization | None) -> PackedWeight | None:
-    packed = pack(head.linear.weight, quantization)
+    packed = pack_head(head.linear.weight, quantization)
     if packed is not None:
         setattr(head.parent, head.name, nn.Identity())
     return packed

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from pipeline.cluster.node_backends import (
     NodeBackend,
     find_backends,
-    reason_against_int8,
+    reason_against,
     reason_for_torch,
     resolve_dtype,
 )
@@ -45,9 +45,14 @@ def test_one_type_for_all_workers() -> None:
     assert resolve_dtype("float16", "cpu", (OLD,)) == "float16"
 
 
-def test_int8_is_refused_by_node() -> None:
-    assert reason_against_int8((WIDE, WIDE)) is None
-    assert reason_against_int8((WIDE, OLD)) == "the back end is avx2, which has none (on old)"
+def test_quantized_weights_are_refused_by_node() -> None:
+    assert reason_against("int8", (WIDE, WIDE), "bfloat16") is None
+    assert reason_against("int8", (WIDE, OLD), "bfloat16") == "the back end is avx2, which has none (on old)"
+    assert reason_against("int4", (WIDE, OLD), "float32") is None
+    assert reason_against("int4", (WIDE, OLD), "bfloat16") == "the back end avx2 (on old) has no kernels for bfloat16"
+    bare = NodeBackend("bare", Choice("torch", "no AVX2", "float32", "the back end is torch"))
+    assert str(reason_against("int4", (WIDE, bare), "float32")).endswith("only amx, avx512 and avx2 have it (on bare)")
+    assert reason_against(None, (OLD, bare), "float32") is None
 
 
 def test_a_node_without_kernels_is_found() -> None:

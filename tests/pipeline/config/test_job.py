@@ -342,6 +342,13 @@ def test_quantization_that_no_worker_could_load_is_refused() -> None:
             check_quantization("int8", opt, dtype, device, None)
     with pytest.raises(ConfigError, match=r"model\.quantization: int8 weights need .*the back end is avx2.*; null"):
         check_quantization("int8", opt, "bfloat16", "cpu", "the back end is avx2 (on a)")
+    for dtype in ("bfloat16", "float32"):
+        check_quantization("int4", opt, dtype, "cpu", None)
+    for dtype, device in (("float16", "cpu"), ("bfloat16", "cuda")):
+        with pytest.raises(ConfigError, match=rf"model\.quantization: int4 .* {dtype} on {device}; null"):
+            check_quantization("int4", opt, dtype, device, None)
+    with pytest.raises(ConfigError, match=r"model\.quantization: hidden_size 48 .* no multiple of 32; null"):
+        check_quantization("int4", OPTConfig(hidden_size=48, num_attention_heads=4), "float32", "cpu", None)
     with pytest.raises(ConfigError, match=r"model\.quantization: hidden_size 48 "):
         check_quantization("int8", OPTConfig(hidden_size=48, num_attention_heads=4), "bfloat16", "cpu", None)
     llama = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=3, head_dim=24)
@@ -351,7 +358,7 @@ def test_quantization_that_no_worker_could_load_is_refused() -> None:
         check_quantization("int8", replace(llama, intermediate_size=40), "bfloat16", "cpu", None)
     check_quantization("int8", replace(llama, head_dim=32), "bfloat16", "cpu", None)
     with pytest.raises(ConfigError, match=r"model\.quantization"):
-        build_config(JobConfig, {"model": {"quantization": "int4"}})
+        build_config(JobConfig, {"model": {"quantization": "int2"}})
 
 
 def test_fp8_that_no_worker_could_load_is_refused() -> None:

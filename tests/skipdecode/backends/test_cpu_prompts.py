@@ -19,12 +19,12 @@ from skipdecode.model.layer import Layer
 from skipdecode.model.linear import Linear
 from skipdecode.model.teacher_forcing import ForcedView
 from skipdecode.schedules.layer_plan import LayerPlan
-from tests.support.cpu_backends import Kind, kind, num_threads, product_dtype, read_last, step_one
+from tests.support.cpu_backends import Kind, num_threads, precise_kind, product_dtype, read_last, step_one
 from tests.support.cpu_layers import SHAPES, TOLERANCE, layers
 from tests.support.cpu_llama_layers import POSITIONS, REAL, LlamaLayer, Spec, assert_close, specs
 from tests.support.examples import examples
 
-__all__ = ["kind", "product_dtype"]  # fixtures
+__all__ = ["precise_kind", "product_dtype"]  # fixtures
 
 
 class Filled:
@@ -95,7 +95,7 @@ class Kept(ForcedView):
     spare=st.integers(0, 3),
 )
 def test_prompts_in_one_call_are_the_layer(
-    kind: Kind,
+    precise_kind: Kind,
     lengths: list[int],
     shape: tuple[int, int],
     seed: int,
@@ -107,7 +107,7 @@ def test_prompts_in_one_call_are_the_layer(
 ) -> None:
     """Against float32. A prompt's bits are those it has alone, whatever it is padded with and how work is shared."""
     torch.manual_seed(seed)
-    (width, heads), (attends, runs_ffn), (dtype, quantization) = shape, does, kind
+    (width, heads), (attends, runs_ffn), (dtype, quantization) = shape, does, precise_kind
     block, _, exact = layers(width, heads, dtype=dtype, is_plain=is_plain, is_post=is_post, quantization=quantization)
     keys = {"attends": attends, "runs_ffn": runs_ffn}
     with torch.inference_mode():
@@ -135,10 +135,10 @@ def test_prompts_in_one_call_are_the_layer(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5, 16])  # 16 share the tokens, fewer take some each
-def test_long_prompts_are_cut_anywhere(kind: Kind, threads: int) -> None:
+def test_long_prompts_are_cut_anywhere(precise_kind: Kind, threads: int) -> None:
     """More tokens, and more inputs, than a thread takes at once."""
     torch.manual_seed(0)
-    dtype, quantization = kind
+    dtype, quantization = precise_kind
     block, _, exact = layers(64, 2, dtype=dtype, ffn_dim=2048 + 96, quantization=quantization)
     lengths = [1700, 1, 900, 33, 450]
     with torch.inference_mode():
@@ -327,23 +327,23 @@ def check_prompts(layer: LlamaLayer, lengths: list[int], threads: int, *, runs_f
     threads=st.integers(1, 3),
 )
 def test_prompts_are_the_layer(
-    kind: Kind, spec: Spec, lengths: list[int], seed: int, runs_ffn: bool, threads: int
+    precise_kind: Kind, spec: Spec, lengths: list[int], seed: int, runs_ffn: bool, threads: int
 ) -> None:
     """Also their last tokens alone. A prompt's bits are those it has alone."""
     torch.manual_seed(seed)
-    check_prompts(LlamaLayer(spec, *kind), lengths, threads, runs_ffn=runs_ffn)
+    check_prompts(LlamaLayer(spec, *precise_kind), lengths, threads, runs_ffn=runs_ffn)
 
 
 @pytest.mark.parametrize("spec", REAL, ids=str)
-def test_prompts_of_real_shapes(kind: Kind, spec: Spec) -> None:
+def test_prompts_of_real_shapes(precise_kind: Kind, spec: Spec) -> None:
     torch.manual_seed(0)
-    check_prompts(LlamaLayer(spec, *kind), [40, 3, 65], 2)
+    check_prompts(LlamaLayer(spec, *precise_kind), [40, 3, 65], 2)
 
 
-def test_many_tokens_each_thread_some(kind: Kind) -> None:
+def test_many_tokens_each_thread_some(precise_kind: Kind) -> None:
     """More tokens per thread than threads share; heads that share keys are one piece of work."""
     torch.manual_seed(0)
-    layer = LlamaLayer(Spec(64, 6, 2, 32, 96, 32, has_head_norms=True), *kind)
+    layer = LlamaLayer(Spec(64, 6, 2, 32, 96, 32, has_head_norms=True), *precise_kind)
     lengths = [301, 1, 290, 33, 130]
     batch, kernel = Batch(lengths, layer), layer.kernel()
     made = []
@@ -356,9 +356,9 @@ def test_many_tokens_each_thread_some(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("spec", REAL[:3], ids=str)
-def test_a_prompt_and_steps_are_one_pass(kind: Kind, spec: Spec) -> None:
+def test_a_prompt_and_steps_are_one_pass(precise_kind: Kind, spec: Spec) -> None:
     torch.manual_seed(0)
-    layer = LlamaLayer(spec, *kind)
+    layer = LlamaLayer(spec, *precise_kind)
     lengths, num_steps = [9, 30, 1], 5
     batch, kernel = Batch(lengths, layer, num_steps), layer.kernel()
     new = torch.randn(num_steps, 3, 1, spec.width).to(layer.dtype)
@@ -375,10 +375,10 @@ def test_a_prompt_and_steps_are_one_pass(kind: Kind, spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("has_head_norms", [False, True])
-def test_keys_of_several_layers_in_one_call(kind: Kind, has_head_norms: bool) -> None:
+def test_keys_of_several_layers_in_one_call(precise_kind: Kind, has_head_norms: bool) -> None:
     """As SwiftKV has them: norm, product, norm of heads and rotation of each, and only where it is asked for."""
     torch.manual_seed(0)
-    dtype, quantization = kind
+    dtype, quantization = precise_kind
     spec = Spec(96, 6, 2, 32, 64, 32, has_bias=True, has_head_norms=has_head_norms)
     layers = [LlamaLayer(spec, dtype, quantization) for _ in range(3)]
     for layer in layers:

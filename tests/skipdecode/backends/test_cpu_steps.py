@@ -14,13 +14,13 @@ from skipdecode.backends.cpu_layers import KVStoreKernel, LayerKernel, Product, 
 from skipdecode.config.model import Quantization
 from skipdecode.families.opt import OPTConfig
 from skipdecode.model.decoder import Decoder
-from tests.support.cpu_backends import Kind, kind, num_threads, product_dtype, step_one
+from tests.support.cpu_backends import Kind, num_threads, precise_kind, product_dtype, step_one
 from tests.support.cpu_layers import SHAPES, TOLERANCE, layers
 from tests.support.cpu_llama_layers import POSITIONS, REAL, LlamaLayer, Norm, Spec, assert_close, rotary_table, specs
 from tests.support.cuda_models import random_model
 from tests.support.examples import examples
 
-__all__ = ["kind", "product_dtype"]  # fixtures
+__all__ = ["precise_kind", "product_dtype"]  # fixtures
 
 
 class OneLayer:
@@ -51,7 +51,7 @@ class OneLayer:
     threads=st.integers(1, 3),
 )
 def test_a_layer_in_one_call_is_the_layer(
-    kind: Kind,
+    precise_kind: Kind,
     rows: int,
     shape: tuple[int, int],
     capacity: int,
@@ -63,7 +63,7 @@ def test_a_layer_in_one_call_is_the_layer(
 ) -> None:
     """Against float32, and against its parts one after the other; a row's bits are those it has alone."""
     torch.manual_seed(seed)
-    (width, heads), (attends, runs_ffn), (dtype, quantization) = shape, does, kind
+    (width, heads), (attends, runs_ffn), (dtype, quantization) = shape, does, precise_kind
     block, parts, exact = layers(
         width, heads, dtype=dtype, is_plain=is_plain, is_post=is_post, quantization=quantization
     )
@@ -93,11 +93,11 @@ def test_a_layer_in_one_call_is_the_layer(
 @pytest.mark.parametrize("does", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("is_post", [False, True])
 def test_threads_with_many_rows_take_them_through_all_layers(
-    kind: Kind, rows: int, does: tuple[bool, bool], is_post: bool
+    precise_kind: Kind, rows: int, does: tuple[bool, bool], is_post: bool
 ) -> None:
     """Bit for bit what one thread makes of all rows, in states and caches; two and three threads, even parts or not."""
     torch.manual_seed(rows)
-    dtype, quantization = kind
+    dtype, quantization = precise_kind
     kernels = []
     for _ in range(2):
         block, _, _ = layers(96, 3, dtype=dtype, is_post=is_post, quantization=quantization, ffn_dim=160)
@@ -142,10 +142,10 @@ LAYERS, COLUMNS, SPARE = 2, 24, 3  # rows of the cache that nobody has
 @pytest.mark.parametrize("order", ["rising", "any"])
 @pytest.mark.parametrize("meets", [False, True], ids=["apart", "meeting"])
 def test_tokens_at_places_are_rows(
-    kind: tuple[torch.dtype, Quantization | None], rows: int, order: str, meets: bool, threads: int
+    precise_kind: tuple[torch.dtype, Quantization | None], rows: int, order: str, meets: bool, threads: int
 ) -> None:
     """`meets`: some have a second token, in the next column, among the others. They see each other's keys in order."""
-    dtype, quantization = kind
+    dtype, quantization = precise_kind
     model = random_model("llama", layers=LAYERS, dtype=dtype).pack(quantization)
     kernels = [layer.kernel for layer in model.layers if isinstance(layer.kernel, LayerKernel)]
     rng = torch.Generator().manual_seed(rows)
@@ -218,19 +218,28 @@ def check_step(
     threads=st.integers(1, 3),
 )
 def test_a_step_is_the_layer(
-    kind: Kind, spec: Spec, rows: int, capacity: int, seed: int, does: tuple[bool, bool], is_new: bool, threads: int
+    precise_kind: Kind,
+    spec: Spec,
+    rows: int,
+    capacity: int,
+    seed: int,
+    does: tuple[bool, bool],
+    is_new: bool,
+    threads: int,
 ) -> None:
     """A row's bits are those it has alone. `is_new` False: keys and values are in the cache already (SwiftKV)."""
     torch.manual_seed(seed)
     attends, runs_ffn = does
-    check_step(LlamaLayer(spec, *kind), rows, capacity, threads, is_new=is_new, attends=attends, runs_ffn=runs_ffn)
+    check_step(
+        LlamaLayer(spec, *precise_kind), rows, capacity, threads, is_new=is_new, attends=attends, runs_ffn=runs_ffn
+    )
 
 
 @pytest.mark.parametrize("spec", REAL, ids=str)
-def test_a_step_of_real_shapes(kind: Kind, spec: Spec) -> None:
+def test_a_step_of_real_shapes(precise_kind: Kind, spec: Spec) -> None:
     torch.manual_seed(0)
     for rows, capacity in ((1, 70), (13, 40)):
-        check_step(LlamaLayer(spec, *kind), rows, capacity, 2, is_new=True, attends=True, runs_ffn=True)
+        check_step(LlamaLayer(spec, *precise_kind), rows, capacity, 2, is_new=True, attends=True, runs_ffn=True)
 
 
 def test_positions_past_the_table_are_its_last(product_dtype: torch.dtype) -> None:

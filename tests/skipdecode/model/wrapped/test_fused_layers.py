@@ -15,7 +15,7 @@ from skipdecode.model.wrapped.decoder import WrappedDecoder
 from skipdecode.model.wrapped.fused_layers import window_by
 from skipdecode.model.wrapped.layer_kernels import Block
 from skipdecode.model.wrapped.norms import Norm, norm_of
-from tests.skipdecode.model.wrapped.test_packing import TOLERANCE, distance, load, states_of
+from tests.skipdecode.model.wrapped.test_packing import TOLERANCE, distance, load, states_of, wanted_of
 from tests.support.cpu_backends import NAMES, Kind, kind
 from tests.support.wrapped_models import L
 
@@ -88,8 +88,7 @@ def test_scales_that_only_late_positions_have_show(tmp_path: Path) -> None:
 def test_kernels_make_what_plain_weights_make(name: str, kind: Kind, tmp_path: Path) -> None:
     """In every type and quantization."""
     dtype, quantization = kind
-    model = load(name, tmp_path, dtype)
-    wanted = states_of(model)
+    model, wanted = load(name, tmp_path, dtype), wanted_of(name, kind, tmp_path)
     model.pack(quantization)
     assert "-" not in kernels_of(model)
     assert distance(states_of(model), wanted) < TOLERANCE[quantization][dtype]

@@ -15,12 +15,13 @@ from skipdecode.model.decoder import Decoder
 from skipdecode.model.linear import Linear
 from skipdecode.model.wrapped.decoder import WrappedDecoder
 from skipdecode.schedules.schedule import FullDepth
-from tests.support.cpu_backends import Kind, backend, int8_backend, kind
+from tests.support.cpu_backends import Kind, backend, int8_backend, kind, nearest
 from tests.support.wrapped_models import VOCAB, L, save
 
 __all__ = ["backend", "int8_backend", "kind"]
 TOLERANCE = {None: {torch.float32: 1e-5, torch.bfloat16: 3e-2}, "int8": {torch.bfloat16: 6e-2}}
-"""Of the distance of logits, relative to their norm."""
+TOLERANCE["int4"] = {torch.float32: 4e-2, torch.bfloat16: 6e-2}
+"""Of the distance of logits, relative to their norm; for int4, whose inputs have 8 bits, to those of its weights."""
 ROWS, TOKENS = 3, 7
 
 
@@ -42,6 +43,16 @@ def states_of(model: Decoder) -> Tensor:
     return model(ids[:, TOKENS:], cache.next_positions[:, None], cache, full.step(0))
 
 
+def wanted_of(name: str, kind: Kind, folder: Path) -> Tensor:
+    """`states_of` plain weights, or of what int4 makes of them."""
+    dtype, quantization = kind
+    exact = load(name, folder, dtype)
+    for path, linear in exact.named_modules():
+        if quantization == "int4" and type(linear) is nn.Linear:
+            linear.weight = nn.Parameter(nearest(linear.weight, "int4", is_head=path.endswith("lm_head")))
+    return states_of(exact)
+
+
 def distance(found: Tensor, wanted: Tensor) -> float:
     return float(((found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)).max())
 
@@ -50,8 +61,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def test_logits_are_those_of_plain_weights(name: str, kind: Kind, tmp_path: Path) -> None:
     """Of a plain head, of one with a soft cap, and beside experts."""
     dtype, quantization = kind
-    model = load(name, tmp_path, dtype)
-    wanted = states_of(model)
+    model, wanted = load(name, tmp_path, dtype), wanted_of(name, kind, tmp_path)
     assert model.pack(quantization) is model
     assert model.is_packed
     found = states_of(model)
