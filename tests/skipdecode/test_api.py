@@ -145,7 +145,7 @@ def test_other_mistakes(model: TextModel) -> None:
         load("")
 
 
-@pytest.mark.parametrize("keys", [{"device": "tpu"}, {"dtype": "float64"}, {"quantization": "int4"}])
+@pytest.mark.parametrize("keys", [{"device": "tpu"}, {"dtype": "float64"}, {"quantization": "int3"}])
 def test_what_cannot_be_loaded_is_named(tiny_checkpoint: Path, keys: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{min(keys)}: must be"):
         load(tiny_checkpoint, **keys)
