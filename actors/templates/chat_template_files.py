@@ -29,6 +29,7 @@ CLASS_TOKENS: dict[str, Mapping[str, str]] = {
     "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
 }  # fmt: skip
 """The special tokens of a tokenizer's class in transformers, if the files do not name them."""
+TEKKEN_TOKENS = LLAMA_TOKENS | {"pad_token": "<pad>"}  # of every tekken.json (transformers.integrations.mistral)
 
 
 def load_chat_template(
@@ -102,7 +103,8 @@ def _special_tokens(folder: Path, rules: TokenizerRules) -> dict[str, str]:
         name = ""
     if "added_tokens_decoder" not in settings:
         settings = settings | read_mapping(folder / "special_tokens_map.json")
-    tokens = dict(CLASS_TOKENS.get(name, {}))
+    is_tekken = (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file()
+    tokens = dict(TEKKEN_TOKENS if is_tekken else CLASS_TOKENS.get(name, {}))
     for key in NAMED_TOKENS:
         if key in settings:
             tokens[key] = content_of(settings[key])

@@ -1,8 +1,8 @@
 """Makes a tokenizer.json of tokenizer files that transformers alone reads: `tokenizer.model` (SentencePiece),
 `tekken.json` (Mistral), or `vocab.json` with `merges.txt`.
 
-transformers' `AutoTokenizer` runs once on a machine, in a process of its own (this file), since it loads torch. What it
-makes is kept in the user's cache (`skipdecode.user_cache`), and whoever reads rows loads the light file alone.
+transformers reads them once on a machine, in a process of its own (this file), since it loads torch. What it makes is
+kept in the user's cache (`skipdecode.user_cache`), and whoever reads rows loads the light file alone.
 """
 
 import hashlib
@@ -12,17 +12,21 @@ import sys
 import tempfile
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-SOURCES = ("tokenizer.model", "tekken.json", "vocab.json")
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SOURCES = ("tekken.json", "tokenizer.model", "vocab.json")
+"""Of several the first is read, as `AutoTokenizer` prefers tekken.json for models of Mistral."""
 OTHERS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-PACKAGES = {"tokenizer.model": "sentencepiece and protobuf", "tekken.json": "mistral-common"}
-"""What transformers needs to read them, which this project does not bring."""
 
 
 def converted(folder: Path) -> str:
-    """The tokenizer.json that `AutoTokenizer` makes of the files in `folder`, which has none. ValueError says what to
-    do if it makes none."""
+    """The tokenizer.json that transformers makes of the files in `folder`, which has none. ValueError says what to do
+    if it makes none."""
     from skipdecode.user_cache import keep, open_cache, open_own  # here: this file is a program, too
 
     found = [name for name in SOURCES if (folder / name).is_file()]
@@ -42,33 +46,54 @@ def converted(folder: Path) -> str:
 
 def _convert(folder: Path, source: str) -> str:
     with tempfile.TemporaryDirectory() as made:
-        command = [sys.executable, "-P", __file__, str(folder), made]  # -P: its folder is no place for imports
+        target = Path(made) / "tokenizer.json"
+        # -P: the folder of this file is no place for imports
+        command = [sys.executable, "-P", __file__, str(folder / source), str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-        if done.returncode or not (Path(made) / "tokenizer.json").is_file():
+        if done.returncode or not target.is_file():
             reason = (done.stderr.strip().splitlines() or ["it wrote none"])[-1][-500:]
-            needs = f" (it needs {PACKAGES[source]})" if source in PACKAGES else ""
+            if source == "tokenizer.model" and find_spec("sentencepiece") is None:
+                reason = "it needs the package sentencepiece: pip install sentencepiece"
             raise ValueError(
-                f"{folder}: {source} and no tokenizer.json, and transformers makes none of it{needs}: {reason}; or "
+                f"{folder}: {source} and no tokenizer.json, and transformers makes none of it: {reason}; or "
                 "set model.tokenizer to a folder that has one"
             )
-        return (Path(made) / "tokenizer.json").read_text(encoding="utf-8")
+        return target.read_text(encoding="utf-8")
 
 
 def _digest(folder: Path) -> str:
     """Of all that the result depends on."""
-    found = hashlib.sha256(version("transformers").encode())
+    found = hashlib.sha256(version("transformers").encode() + Path(__file__).read_bytes())
     for name in (*SOURCES, *OTHERS):
         if (folder / name).is_file():
             found.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
     return found.hexdigest()
 
 
-def main(folder: str, target: str) -> None:
-    from transformers import AutoTokenizer
+def main(source: Path, target: str) -> None:
+    _read(source).save(target)
 
-    made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    made.backend_tokenizer.save(str(Path(target) / "tokenizer.json"))
+
+def _read(source: Path) -> "Tokenizer":
+    """The tokenizer of `tekken.json` begins a text with BOS, as mistral-common does.
+
+    `AutoTokenizer` would give it as mistral-common's own class, which has no tokenizer.json, or without BOS, as that
+    package is installed or not.
+    """
+    if source.name != "tekken.json":
+        from transformers import AutoTokenizer
+
+        made = AutoTokenizer.from_pretrained(source.parent, local_files_only=True, trust_remote_code=False)
+        backend: Tokenizer = made.backend_tokenizer
+        return backend
+    from tokenizers.processors import TemplateProcessing
+    from transformers.integrations.mistral import MistralConverter
+
+    tokenizer: Tokenizer = MistralConverter(str(source)).converted()
+    bos = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[bos])
+    return tokenizer
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,10 +1,13 @@
 """Small tokenizers of the kinds that Llama-type models have, trained on a few lines, in Hugging Face layout."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 VOCAB = 400
 LINES = (
@@ -87,6 +90,46 @@ def sentencepiece(kind: str = "normalizer", scheme: str = "first") -> Tokenizer:
     strip = [decoders.Strip(" ", 1, 0)] if scheme != "never" else []
     tokenizer.decoder = decoders.Sequence([*parts, *strip])
     return tokenizer
+
+
+def write_sentencepiece(path: Path, model_type: str) -> None:
+    """A tokenizer.model that SentencePiece trains itself, `bpe` or `unigram`, with the options of Llama 2's."""
+    library = pytest.importorskip("sentencepiece", reason="transformers reads tokenizer.model with this")
+    with path.open("wb") as file:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=iter(LINES * 3), model_writer=file, model_type=model_type, vocab_size=VOCAB,
+            hard_vocab_limit=False, byte_fallback=True, character_coverage=0.98, split_digits=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            minloglevel=2,
+        )  # fmt: skip
+
+
+def write_tekken(path: Path) -> None:
+    """A tekken.json: bytes in their order, then merged tokens by rank; special tokens are numbered before them."""
+    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+    vocab = byte_level("llama3").get_vocab(with_added_tokens=False)
+    texts = sorted((text for text in vocab if len(text) > 1 and text not in BYTE_LEVEL_SPECIAL), key=vocab.__getitem__)
+    merged = [bytes(byte_of[char] for char in text) for text in texts]
+    tokens = [*(bytes([byte]) for byte in range(256)), *merged]
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+               "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "<pad>", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+               "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]"]  # fmt: skip
+    reserved = len(special) + 3  # the last ones have no name in the file
+    made = {
+        "config": {
+            "pattern": SPLITS["llama3"],
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": len(tokens) + reserved,
+            "default_num_special_tokens": reserved,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+        "special_tokens": [{"rank": rank, "token_str": text, "is_control": True} for rank, text in enumerate(special)],
+    }
+    path.write_text(json.dumps(made))
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, model_type: str, **settings: Any) -> Path:

@@ -5,6 +5,7 @@ Encoding, whole text, text as it comes, and stop strings; byte-level and Sentenc
 
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.mistral import convert_tekken_tokenizer
 
+from actors.templates.chat_template_files import load_chat_template
 from actors.text.text_stream import TextStream
 from skipdecode.checkpoint.detokenizer import IncrementalDetokenizer, StopStringSearch, TextDecoder, cut_at_stop
 from skipdecode.checkpoint.tokenizer import Tokenizer
 from skipdecode.families import config_of
 from tests.support.examples import examples
-from tests.support.family_tokenizers import NASTY, VOCAB, byte_level, sentencepiece, template, write_folder
+from tests.support.family_tokenizers import (
+    NASTY,
+    VOCAB,
+    byte_level,
+    sentencepiece,
+    template,
+    write_folder,
+    write_sentencepiece,
+    write_tekken,
+)
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
@@ -231,53 +243,80 @@ def test_a_folder_without_tokenizer_json_names_what_to_do(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # as if it were not installed
     if name:
         (tmp_path / name).write_bytes(b"no model")
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    wanted = "needs sentencepiece" if name else "no tokenizer.json"
+    wanted = "pip install sentencepiece" if name else "no tokenizer.json"
     with pytest.raises(ValueError, match=rf"{name}.*{wanted}.*model\.tokenizer") as caught:
         Tokenizer(tmp_path, config("llama"))
     assert str(tmp_path) in str(caught.value)
 
 
-def sentencepiece_model(path: Path, tokenizer: Any) -> None:
-    """A tokenizer.model with the pieces of `tokenizer`: the earlier one, the better its score."""
-    model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="transformers reads it with this")
-    made, kinds = model_pb2.ModelProto(), model_pb2.ModelProto.SentencePiece
-    made.trainer_spec.model_type = model_pb2.TrainerSpec.BPE
-    made.trainer_spec.byte_fallback = True
-    vocab = tokenizer.get_vocab()
-    for number, piece in enumerate(sorted(vocab, key=vocab.__getitem__)):
-        kind = kinds.UNKNOWN if piece == "<unk>" else kinds.CONTROL if piece in ("<s>", "</s>") else kinds.NORMAL
-        kind = kinds.BYTE if piece.startswith("<0x") else kind
-        made.pieces.add(piece=piece, score=-float(number), type=kind)
-    path.write_bytes(made.SerializeToString())
+def write_sources(folder: Path, kind: str) -> str:
+    """Files of which transformers makes a tokenizer, and no tokenizer.json. Returns the `model_type`."""
+    folder.mkdir()
+    model_type = {"vocab.json": "qwen2", "tekken.json": "mistral"}.get(kind, "llama")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if kind == "tekken.json":
+        write_tekken(folder / kind)
+        return model_type
+    settings = LLAMA | {"legacy": False} if model_type == "llama" else {"tokenizer_class": "Qwen2Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if kind == "vocab.json":
+        raw = json.loads(byte_level("qwen2").to_str())["model"]
+        (folder / kind).write_text(json.dumps(raw["vocab"]))
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["merges"]]
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    else:
+        write_sentencepiece(folder / "tokenizer.model", kind)
+    return model_type
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.model", "vocab.json"])
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "vocab.json"])
 def test_what_transformers_alone_reads_is_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = write_folder(tmp_path / "model", sentencepiece() if kind == "tokenizer.model" else byte_level("qwen2"),
-                          "llama" if kind == "tokenizer.model" else "qwen2")  # fmt: skip
-    raw = json.loads((folder / "tokenizer.json").read_text())["model"]
-    if kind == "tokenizer.model":
-        sentencepiece_model(folder / kind, sentencepiece())
-        (folder / "tokenizer_config.json").write_text(json.dumps(LLAMA | {"legacy": False}))
-    else:
-        (folder / "vocab.json").write_text(json.dumps(raw["vocab"]))
-        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["merges"]]
-        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
-    (folder / "tokenizer.json").unlink()
-    model_type = "llama" if kind == "tokenizer.model" else "qwen2"
+    folder = tmp_path / "model"
+    model_type = write_sources(folder, kind)
     ours, theirs = Tokenizer(folder, config(model_type, vocab_size=500)), AutoTokenizer.from_pretrained(folder)
     for text in NASTY:
         assert ours.encode([text])[0] == theirs(text)["input_ids"], text
         assert ours.decode(ours.encode([text])[0]) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("converted twice"))
     assert Tokenizer(folder, config(model_type, vocab_size=500)).encode(["a pub"]) == ours.encode(["a pub"])
+
+
+def test_tekken_is_that_of_transformers_behind_bos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With mistral-common installed or not; a chat template has the special tokens, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    model = config(write_sources(folder, "tekken.json"), vocab_size=500)
+    ours, theirs = Tokenizer(folder, model), convert_tekken_tokenizer(str(folder / "tekken.json"), chat_template="")
+    assert ours.bos_tokens == (theirs.bos_token_id,) == (1,)
+    for text in (*NASTY, "[INST] a pub [/INST]</s>"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode([text])[0] == [1, *ids], text
+        assert ours.encode_rendered([text])[0] == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = load_chat_template(folder, model.tokenizer_rules)
+    assert template is not None
+    assert template.special_tokens == theirs.special_tokens_map
+
+
+def test_tekken_is_that_of_mistral_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone takes special tokens that are written in a text for text."""
+    pytest.importorskip("mistral_common.tokens.tokenizers.tekken", reason="the reference")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    model = config(write_sources(folder, "tekken.json"), vocab_size=500)
+    ours, theirs = Tokenizer(folder, model), AutoTokenizer.from_pretrained(folder)
+    for text in (text for text in NASTY if "<s>" not in text):
+        ids = list(theirs(text)["input_ids"])
+        assert ours.encode([text])[0] == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
 
 
 @pytest.mark.parametrize(
